@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import numpy as np
+from brute_force import shortest_step
 from common import Check, options, progress, show, show_checks
 from record import write
 
@@ -21,7 +22,6 @@ from seqloom.cost import CostModel
 from seqloom.planners.bounds import policies_bound
 from seqloom.planners.flex import searched_ns
 from seqloom.planners.problem import fitting_problems
-from support.brute_force import shortest_step
 
 SETTINGS: list[dict[str, Any]] = [
     {"cluster": "1x8xA100-40G", "model": "gpt-7b", "profile": "flexsp-a100", "sharding": "full"},
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--cases", type=int, default=100, help="per setting; there are four")
     arguments = parser.parse_args(argv)
-    count, sizes = (2, (5, 6)) if arguments.quick else (arguments.cases, (10, 13))
+    count, sizes = (1, (5, 6)) if arguments.quick else (arguments.cases, (10, 13))
     summaries, everything = [], []
     for setting in SETTINGS:
         name = f"{setting['cluster']} {setting['model']} {setting['sharding']}"

@@ -87,8 +87,8 @@ def main(argv: list[str] | None = None) -> None:
     sources = {"Wikipedia": arguments.lengths, "CommonCrawl": "commoncrawl"}
     rows = []
     for setting in (A100, H200):
-        for sharding in ("full", "hybrid"):
-            for data, source in sources.items():
+        for sharding in ("hybrid",) if arguments.quick else ("full", "hybrid"):
+            for data, source in list(sources.items())[arguments.quick :]:
                 progress(f"{setting[0]} {sharding} {data}")
                 rows.append(row(setting, sharding, data, source, arguments.seed, 1 if arguments.quick else 40))
     shown = [

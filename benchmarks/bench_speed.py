@@ -78,10 +78,9 @@ def main(argv: list[str] | None = None) -> None:
     planned = [case for case in cases(arguments.quick) if case.install in installs]
     progress("the first plan of an installation")
     compiling = first_plan(planned[0], arguments) if "fast" in installs and not arguments.quick else None
-    for case in {
-        (c.install, c.cluster, c.sharding): c for c in planned if c.install == "fast" and c.size <= 512
-    }.values():
-        worker(case._replace(plans=1), arguments)  # what is compiled is on disk from here on
+    small = [case for case in planned if case.install == "fast" and case.size <= 512 and not arguments.quick]
+    for case in {(case.cluster, case.sharding): case for case in small}.values():
+        worker(case._replace(plans=1), arguments)  # writes the compiled loops to disk
     for case in planned:
         progress(f"{case.install} {case.cluster} {case.sharding} {case.data}: {case.plans} x {case.size}")
         row = measured(case, arguments)

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         cost = cost_model(cluster, "llama3-8b", max_length=LONGEST)
         for source in SOURCES[:1] if arguments.quick else SOURCES:
             progress(f"{cluster} {source}")
-            steps = batches(source, 32 if arguments.quick else size, 2 if arguments.quick else count, arguments.seed)
+            steps = batches(source, 32 if arguments.quick else size, 1 if arguments.quick else count, arguments.seed)
             row = plan_times(cost, steps)
             if cost.ranks == 64:
                 row |= {f"{name} above the bound": gap for name, gap in gaps(cost, steps[1:4], arguments.seed).items()}

@@ -50,6 +50,7 @@ def options(description: str | None, *, lengths: bool = True) -> argparse.Argume
     parser.add_argument("--seed", type=int, default=0, help="of the samplers")
     parser.add_argument("--quick", action="store_true", help="the smallest run that touches everything; no evidence")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--commit", help="of the sources, if git is not available")
     return parser
 
 

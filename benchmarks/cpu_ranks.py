@@ -28,7 +28,6 @@ def rank_options(about: str | None, *, ranks: int, steps: int) -> argparse.Argum
     parser = options(about)
     parser.add_argument("--ranks", type=int, default=ranks, help=f"processes; the evidence has {ranks}")
     parser.add_argument("--steps", type=int, default=steps, help="batches that count")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     return parser
 
 

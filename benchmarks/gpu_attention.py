@@ -9,7 +9,6 @@ Needs torch and a CUDA device of compute capability 9.0 or more; without them it
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from statistics import mean
 
@@ -117,10 +116,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--heads", default="32/8", help="query heads / kv heads, of 128")
     parser.add_argument("--packs", type=int, default=10, help="per source")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    if not record.has_gpu():
-        sys.exit("this benchmark needs torch and a CUDA device")
+    record.require_gpu()
     rng, figures, label = np.random.default_rng(arguments.seed), {}, f"heads {arguments.heads}"
     arena = Arena(*map(int, arguments.heads.split("/")))
     shapes, seconds = arena.warm_up()

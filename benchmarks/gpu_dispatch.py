@@ -9,7 +9,6 @@ others to another) in each pass.
 from __future__ import annotations
 
 import statistics
-import sys
 
 import record
 from common import Check, options, show, show_checks
@@ -87,10 +86,8 @@ def nearness(lengths: list[int], dispatcher, shape, tensors) -> dict[str, object
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--packs", type=int, default=2, help="per source and head count")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    if not record.has_gpu():
-        sys.exit("this benchmark needs torch and a CUDA device")
+    record.require_gpu()
     import torch
     from gpu_rivals import tensors
 

@@ -6,7 +6,6 @@ python benchmarks/gpu_host.py --out benchmarks/results/gpu_host.json
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 
 import record
@@ -115,10 +114,8 @@ def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    if not record.has_gpu():
-        sys.exit("this benchmark needs torch and a CUDA device")
+    record.require_gpu()
     import torch
     from gpu_rivals import tensors
 

@@ -8,7 +8,6 @@ measured again and again between the groups, so that a clock that drifts is on b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -82,10 +81,8 @@ def group_run(ulysses: int, ring: int, inputs, kernels, pools):
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    if not record.has_gpu():
-        sys.exit("this benchmark needs torch and a CUDA device")
+    record.require_gpu()
     import torch
     from gpu_rivals import tensors
 

@@ -13,8 +13,6 @@ profile  only if asked for: the kernels of a pack's step by their time
 
 from __future__ import annotations
 
-import sys
-
 import record
 from common import options, show, show_checks
 
@@ -28,10 +26,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--packs", type=int, default=4, help="per source of lengths")
     parser.add_argument("--repeats", type=int, default=2, help="steps of the long document")
     parser.add_argument("--compile", default="none", choices=("none", "ours", "both"), help="whose layers")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    if not record.has_gpu() and not arguments.quick:
-        sys.exit("this benchmark needs torch and a CUDA device")
+    if not arguments.quick:
+        record.require_gpu()
     from training_parts import Run
 
     run = Run(arguments)

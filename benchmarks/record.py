@@ -96,6 +96,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def require_gpu() -> None:
+    """Exit with a message unless torch sees a CUDA device."""
+    if not has_gpu():
+        raise SystemExit("this benchmark needs torch and a CUDA device")
+
+
 @cache
 def commit() -> str:
     """The commit at the first call; says so if the library's sources differ from it."""

@@ -222,7 +222,7 @@ def support_matrix() -> str:
     Every cell is the kernel's answer to an example: it supports it, supports it but no test of this project runs it
     (untested), or refuses it.
     """
-    kernels = {name: entry.make().capkernels for name, entry in KERNELS.items()}
+    kernels = {name: entry.make().capabilities for name, entry in KERNELS.items()}
     columns = [*kernels, ENGINE]
     rows = [(feature.name, _answers(feature, kernels)) for feature in FEATURES]
     rows += [(name, dict.fromkeys(columns, REFUSED)) for name in NEVER]

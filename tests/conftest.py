@@ -32,7 +32,7 @@ settings.load_profile("test")  # the option --hypothesis-profile comes later and
 def fork_server():
     """The process that workers and ranks of this session are forks of: it loads torch and transformers once for all."""
     multiprocessing.set_forkserver_preload(
-        ["seqloom.testing.workers", "seqloom.train.launch", "seqloom.integrations.transformers.loading"]
+        ["seqloom.dist.torch_transport", "seqloom.train.launch", "seqloom.integrations.transformers.loading"]
     )
     forkserver.ensure_running()
 
@@ -66,7 +66,7 @@ def gloo_processes(fork_server):
     Under xdist every worker that needs a pool has one. With --dist worksteal that is usually the first alone, since
     tests/distributed is collected first.
     """
-    from seqloom.testing.workers import Workers  # imports torch, which other tests do not pay for
+    from support.workers import Workers  # imports torch, which other tests do not pay for
 
     with Workers(8) as pool:
         yield pool
@@ -74,13 +74,14 @@ def gloo_processes(fork_server):
 
 @pytest.fixture(scope="module")
 def gloo_pool(gloo_processes):
-    """Eight gloo processes that stay for a module: `gloo_pool.run(body, *args, ranks=4)`.
+    """Eight gloo processes that stay for many modules: `gloo_pool.run(body, *args, ranks=4)`.
 
-    The next module starts new ones: every process group of a test has threads that live as long as its process, and
-    hundreds of them make all messages slow.
+    Every process group of a test has threads that live as long as its process, and hundreds of them make all messages
+    slow. So a module that leaves many behind is the last one of its processes.
     """
     yield gloo_processes
-    gloo_processes.close()
+    if gloo_processes.groups > 64:
+        gloo_processes.close()
 
 
 @pytest.fixture

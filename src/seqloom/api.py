@@ -97,16 +97,10 @@ def plan(
     """
     from seqloom.planners import make_plan, requested_stages
 
-    batch = lengths if isinstance(lengths, Batch) else Batch.of(lengths)
-    cost = cost_model(
-        cluster,
-        model,
-        profile=profile,
-        sharding=sharding,
-        budget_gib=budget_gib,
-        max_length=max_length,
-        stages=max(requested_stages([planner]), options.get("stages") or 1),
-    )
+    batch = _batch(lengths)
+    given = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    stages = max(requested_stages([planner]), options.get("stages") or 1)
+    cost = cost_model(cluster, model, **given, stages=stages)
     if max_length is not None and batch.longest > max_length:
         index = int(np.argmax(batch.lengths > max_length))
         raise SeqloomError(
@@ -131,16 +125,8 @@ def simulate(
     Without ``sharding`` the plan's own is taken; the other arguments are those of :func:`cost_model`. A plan
     that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
     """
-    cost = cost_model_of(
-        plan,
-        cluster,
-        model,
-        profile=profile,
-        sharding=sharding,
-        budget_gib=budget_gib,
-        max_length=max_length,
-    )
-    return _simulate(plan, cost)
+    options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    return _simulate(plan, cost_model_of(plan, cluster, model, **options))
 
 
 def cost_model_of(
@@ -160,25 +146,21 @@ def lower_bound(lengths: ArrayLike | Batch, cost: CostModel) -> int:
     """Lower bound on the step time, ns: no plan of one stage for these lengths is faster under this cost model."""
     from seqloom.planners.bounds import lower_bound
 
-    batch = lengths if isinstance(lengths, Batch) else Batch.of(lengths)
-    return lower_bound(batch.lengths, cost)
+    return lower_bound(_batch(lengths).lengths, cost)
+
+
+def _batch(lengths: ArrayLike | Batch) -> Batch:
+    return lengths if isinstance(lengths, Batch) else Batch.of(lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A plan with its simulated step and its lower bound.
-
-    Attributes:
-        plan: the plan.
-        simulation: of the plan.
-        bound_ns: lower bound on the step time of plans on the same stages, ns; None where nothing is proven.
-        planning_ns: wall time of the planner; None for a plan that was not made here.
-    """
+    """A plan with its simulated step and its lower bound."""
 
     plan: Plan
     simulation: Simulation
-    bound_ns: int | None
-    planning_ns: int | None = None
+    bound_ns: int | None  # no plan on the same stages has a shorter step; None where nothing is proven
+    planning_ns: int | None = None  # wall time of the planner; None for a plan that was not made here
 
     @property
     def gap(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The one error type users see: a message with the value, the rule and the way out."""
+"""Errors that users see: a message with the value, the rule and the way out."""
 
 from __future__ import annotations
 
@@ -42,21 +42,17 @@ def import_extra(purpose: str, extra: str, *modules: str, otherwise: str = "") -
         ) from None
 
 
-# ---- merged: plan.error
-# The error of this package: a plan that breaks a rule, or a plan file that cannot be read.
-
-
 class PlanError(SeqloomError):
     """A plan, or a part of one, that breaks a rule.
 
     Attributes:
         rule: short name of the broken rule, as listed in ``seqloom.plan.RULES``; ``"format"`` when a file
             cannot be read and ``"value"`` when a single value (a layout, a family) cannot be built.
-        at: (host, number of the action in its row) of the step that breaks it, where there is one.
+        at: (pp_rank, number of the action in its row) of the step that breaks it, where there is one.
     """
 
     def __init__(self, message: str, *, rule: str = "value", at: tuple[int, int] | None = None) -> None:
-        """Keep the rule beside the message, which holds the value, the rule in words and the way out."""
+        """Store the rule beside the message, which holds the value, the rule in words and the way out."""
         super().__init__(message)
         self.rule = rule
         self.at = at

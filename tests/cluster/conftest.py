@@ -19,7 +19,7 @@ def hosts():
 @pytest.fixture(scope="session")
 def pool(hosts):
     """`pool.run(body, *args)`: the body on all eight ranks."""
-    from seqloom.testing.workers import Workers  # imports torch: not where all is skipped
+    from support.workers import Workers  # imports torch: not where all is skipped
 
     with Workers(8, enter=hosts.seats) as pool:
         yield pool

@@ -86,8 +86,8 @@ TASKS = ((send, 0, 4, SIZE), (send_two, SIZE), (send, 0, 4, 2 * SIZE))
 
 KILLED = """
 import os, signal, threading, time, torch
-from seqloom.testing.hosts import Hosts
-from seqloom.testing.workers import Workers
+from support.hosts import Hosts
+from support.workers import Workers
 
 def where(transport):
     return os.readlink("/proc/self/ns/net")
@@ -107,7 +107,8 @@ def test_nothing_is_left_of_a_killed_process(hosts, tmp_path):
     """Its workers wait for each other inside gloo when it is killed, the worst case."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     spaces = set(done.stdout.split())
     assert len(spaces) == 2 and spaces.isdisjoint(namespaces([os.getpid()]))

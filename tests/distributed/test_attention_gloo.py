@@ -8,7 +8,7 @@ import torch
 from seqloom.layout import Route, Span
 from seqloom.plan import Group, Method
 from support.attention_cases import Case, assemble, attend, worst
-from support.carry_cases import PiecesCase, attend_pieces
+from support.kv_cache_cases import PiecesCase, attend_pieces
 
 torch.set_num_threads(1)
 PACK = (37, 1, 5, 64, 2, 2, 19)

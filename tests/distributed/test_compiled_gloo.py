@@ -12,11 +12,11 @@ from seqloom.models.recompute import recompute_layers
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Remap, Sharding
-from seqloom.testing.workers import Workers
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.tiny_models import documents, gradients, one_by_one, targets, tiny_model
 from support.transports import CountingTransport
 from support.two_layouts import shifted
+from support.workers import Workers
 
 pytestmark = pytest.mark.distributed
 torch.set_num_threads(1)
@@ -83,25 +83,26 @@ def planned(sharding, shift=0):
     return one_stage_plan(ROUNDS, ranks=2, node_size=1, sharding=sharding, checkpoint=kinds)
 
 
-def test_every_sharding_and_checkpointing_equals_one_process(pool):
+@pytest.mark.parametrize("shardings", [(Sharding.FULL,), pytest.param(tuple(Sharding), marks=pytest.mark.slow)])
+def test_every_sharding_and_checkpointing_equals_one_process(pool, shardings):
     """Graphs are for some tokens and for none, with gradients and without; later steps and shardings share them."""
-    plans, wanted = [planned(kind, shift) for shift, kind in enumerate(Sharding)], STEP.alone()
+    plans, wanted = [planned(kind, shift) for shift, kind in enumerate(shardings)], STEP.alone()
     for rank, results in enumerate(pool.run(of_reference, plans)):
         assert max(found.worst(wanted) for found, _, _ in results) < 1e-9
         counts = {plan.sharding: graphs for plan, (_, graphs, _) in zip(plans, results, strict=True)}
-        free = counts.pop(Sharding.FREE)  # its parameters are of another kind than those that FSDP2 gathers
+        free = counts.pop(Sharding.FREE, 0)  # its parameters are of another kind than those that FSDP2 gathers
         assert sum(counts.values()) == (4 if rank == 0 else 2) >= free
         assert not any(breaks for _, _, breaks in results)
 
 
-def traffic(transport, plan, keeps):
+def traffic(transport, plan):
     """Calls and bytes of every verb in the rounds of a plan, with plain layers and with compiled ones."""
     found = []
     for compiles in (False, True):
         adapter = ModelAdapter.of(STEP.model())
         if compiles:
             compile_layers(adapter.layers, backend="aot_eager")
-        recompute_layers(adapter.layers, keep_exchanged=keeps)
+        recompute_layers(adapter.layers)
         counting = CountingTransport(transport)
         contexts = [each.context for each in bind_plan(plan, counting).rounds]
         counting.reset()
@@ -113,14 +114,13 @@ def traffic(transport, plan, keeps):
     return found
 
 
-@pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_nothing_is_sent_more_often_than_without(pool, keeps):
+def test_nothing_is_sent_more_often_than_without(pool):
     """A round of Ulysses and one of a ring, each under selective and full checkpointing."""
     kinds, sent = (Checkpoint.SELECTIVE, Checkpoint.FULL), []
     for shift in (0, 1):
         rounds = [[Group((0, 1), 2, 1, SPANS[:3])], [Group((0, 1), 1, 2, SPANS[3:])]]
         plan = one_stage_plan(rounds, ranks=2, checkpoint=kinds[shift:] + kinds[:shift])
-        for plain, compiled in pool.run(traffic, plan, keeps):
+        for plain, compiled in pool.run(traffic, plan):
             assert compiled == plain
             sent.append(plain)
     assert sent[0] != sent[-1], "what is checkpointed matters, and is counted"

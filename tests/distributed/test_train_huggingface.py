@@ -1,8 +1,6 @@
 """`seqloom train` on a Hugging Face folder: plans change nothing, the trained model is one of transformers again."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +135,7 @@ def test_a_finished_run_writes_a_model_that_was_lost(seqloom_here, place, two):
     assert (folder / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow  # float32 master weights and drawn parameters are tested on smaller worlds too
 def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(seqloom_here, place):
     fresh = place / "fresh"
     fresh.mkdir()
@@ -170,13 +169,12 @@ def test_a_refused_model_gives_the_reason_before_any_process_starts(seqloom_here
     assert not (place / "refused").exists()
 
 
-def test_parameters_that_are_missing_are_not_drawn_silently(place):
+def test_parameters_that_are_missing_are_not_drawn_silently(seqloom_here, place):
     folder = place / "partly"
     model = tiny_model("llama-tied")
     state = {name: tensor for name, tensor in model.state_dict().items() if "up_proj" not in name}
     model.save_pretrained(folder, state_dict=state)
-    words = command(place, "partly-run", "--ranks", "1", model__huggingface=folder)
-    result = subprocess.run([sys.executable, "-m", "seqloom", *words], capture_output=True, text=True, timeout=150)
+    result = seqloom_here(*command(place, "partly-run", "--ranks", "1", model__huggingface=folder))
     assert result.returncode == 2
     assert "2 parameters are missing" in result.stderr and "up_proj" in result.stderr
     assert "cannot be loaded" not in result.stderr

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from seqloom.errors import SeqloomError
-from seqloom.testing.workers import WorkerError, Workers
+from support.workers import WorkerError, Workers
 
 pytestmark = pytest.mark.distributed
 

@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -159,10 +157,8 @@ def test_every_kernel_is_explained_in_the_order_of_preference():
 
 
 @pytest.mark.parametrize("block", re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-def test_the_example_runs(block, tmp_path):
-    result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_the_example_runs(block, run_block):
+    lines = run_block("python", block).splitlines()
     assert [line.split("|")[0] for line in lines] == [
         "0 0[0:4) 0[12:14) ",
         "1 0[14:16) 1[0:2) 1[6:8) ",

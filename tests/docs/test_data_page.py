@@ -1,8 +1,6 @@
 """docs/data.md is run: its commands and its Python, one after the other in one folder."""
 
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,18 +10,11 @@ PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, monkeypatch):
-    command = tmp_path / "bin" / "seqloom"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m seqloom "$@"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(command.parent), prepend=":")
+def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, run_block):
     blocks = FENCE.findall(PAGE)
     assert [language for language, _ in blocks] == ["sh", "python"]
     for language, block in blocks:
-        call = ["bash", "-euc", block] if language == "sh" else [sys.executable, "-c", block]
-        done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        run_block(language, block)
     store = TokenStore(tmp_path / "store")
     assert store.meta.prepared["counts"] == {
         "records": 5,

@@ -1,14 +1,12 @@
 """docs/huggingface.md: the table is that of the code, the example is the file, and the file trains."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from seqloom.integrations import transformers as integrations
+from support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
@@ -56,19 +54,12 @@ def test_it_takes_under_15_lines():
     assert len([line for line in lines if not everybody.search(line)]) < 15
 
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-"""What torchrun would tell a single process."""
+def losses(ranks: int, folder: Path) -> list[float]:
+    said = run_script(EXAMPLE, ranks, folder)
+    return [float(value) for value in re.findall(r"^loss (\S+)", said, re.MULTILINE)]
 
 
-def losses(*launch: str, **told: str) -> list[float]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **told}
-    result = subprocess.run([*launch, EXAMPLE], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return [float(value) for value in re.findall(r"^loss (\S+)", result.stdout, re.MULTILINE)]
-
-
-def test_the_example_trains_and_the_number_of_processes_does_not_matter():
-    alone, together = losses(sys.executable, **ALONE), losses(*TORCHRUN)
+def test_the_example_trains_and_the_number_of_processes_does_not_matter(tmp_path, fork_server):
+    alone, together = losses(1, tmp_path), losses(2, tmp_path)
     assert alone == sorted(alone, reverse=True) and alone[-1] < 0.7 * alone[0]
     assert together == pytest.approx(alone, abs=5e-5)

@@ -1,17 +1,14 @@
 """docs/training.md is run, one block after the other in one folder, and says what the code says."""
 
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from seqloom.dist import run_in_mlp_layout
-from seqloom.integrations.transformers.attach import NAMES
+from seqloom.integrations.transformers.layers import MLP_NAMES
 from seqloom.models.loss import CHUNK
 from seqloom.plan import Checkpoint, Remap, Sharding
 from seqloom.profiling.verify import TOLERANCE
@@ -26,18 +23,12 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 pytestmark = pytest.mark.distributed
 
 
-def test_the_page_runs(tmp_path, seqloom_here):
+def test_the_page_runs(tmp_path, run_block):
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    (_, commands), *others = FENCE.findall(PAGE)
-    for line in commands.splitlines():
-        name, *words = shlex.split(line)
-        assert name == "seqloom"
-        done = seqloom_here(*words, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-    assert [language for language, _ in others] == ["python", "python"]
-    for _, block in others:
-        done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+    blocks = FENCE.findall(PAGE)
+    assert [language for language, _ in blocks] == ["sh", "python", "python"]
+    for language, block in blocks:
+        run_block(language, block)
     made = {path.name for path in (tmp_path / "build" / "tiny-cpu").iterdir()}
     assert made == {"checkpoints", "metrics.jsonl", "model"} == set(re.findall(r"^ {6}([\w.]+)", PAGE, re.MULTILINE))
 
@@ -63,4 +54,4 @@ def test_where_rounds_remap():
     assert re.findall(r"^\| (?:the )?(\w+) \|", table, re.MULTILINE) == [
         kind.upper() if kind == "mlp" else kind for kind in Remap
     ]
-    assert all(f"`{name}`" in table for name in NAMES[:3]) and run_in_mlp_layout.__name__ in table
+    assert all(f"`{name}`" in table for name in MLP_NAMES[:3]) and run_in_mlp_layout.__name__ in table

@@ -13,8 +13,8 @@ from seqloom.attention.kernels.dispatch import Dispatcher, available_kernels
 from seqloom.dist import Communicators, TorchTransport
 from seqloom.layout import Span
 from seqloom.plan import Group, GroupFamily
-from seqloom.testing.oracle import difference
 from support.attention_cases import Case, Inputs, assemble, attend, worst
+from support.oracle import difference
 from support.strategies_attention import SHAPES, cases, cases_of_many_groups, cases_of_zones
 
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.dist import Ranks, SingleRankTransport
-from seqloom.engine import bind_plan, microbatch, run_step
+from seqloom.engine import bind_plan, executor, run_step
 from seqloom.layout import Span
 from seqloom.models import ModelAdapter, Transformer, defer_weight_gradients, recompute_layers
 from seqloom.params import ReplicatedParameters
@@ -50,7 +50,7 @@ def spread(step, plan, transport):
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize(("name", "hosts"), [("seq1f1b-zb", 2), ("zb-v", 2)])
 def test_stages_of_two_ranks_are_one_process(name, hosts, offloads, monkeypatch):
-    monkeypatch.setattr(microbatch, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(executor, "MIN_ELEMENTS", 1)
     pieces = 2 if name == "seq1f1b-zb" else 1
     plan, wanted = planned(STEP, name, hosts, 2, pieces, offloads, tuple(Checkpoint)), STEP.alone()
     plan.validate()

@@ -17,8 +17,5 @@ def test_spelling_round_trips(cluster, change):
 
 
 @given(CLUSTERS)
-def test_ranks_fill_nodes_in_order(cluster):
-    nodes = [cluster.node_of(rank) for rank in range(cluster.ranks)]
-    assert nodes == sorted(nodes)
-    assert all(nodes.count(node) == cluster.gpus_per_node for node in {0, cluster.nodes - 1})
+def test_every_rank_has_a_nic(cluster):
     assert all(0 <= cluster.nic_of(rank) < cluster.nics_per_node for rank in range(cluster.ranks))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from seqloom.attention.tiles import Tile, ZigzagChunks, gather_schedule, ring_tiles
 from seqloom.layout import Span
 from seqloom.plan import Group, Method, Plan
-from seqloom.plan.rules.groups import ChunkTiles, chunk_tiles, group_tiles, wrong_chunks
+from seqloom.plan.rules.groups import ChunkTiles, chunk_tiles, wrong_chunks
+from support.attention_tiles import group_tiles
 from support.strategies import plans
 from support.strategies_groups import groups
 

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.plan.action import ActionKind
-from seqloom.plan.rules.actions import Table, complete, ending, matched, send_of
-from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, simulate_schedule
-from seqloom.schedules.registry import FAMILIES
+from seqloom.plan.rules.actions import ActionTable, check_complete, check_ends, check_messages, send_of
+from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, peak_memory, simulate_schedule
+from seqloom.schedules.registry import SCHEDULES
 
 
 @st.composite
 def schedules(draw):
     name = draw(st.sampled_from(SCHEDULE_NAMES))
-    family = FAMILIES[name]
+    family = SCHEDULES[name]
     chunks = draw(st.integers(family.chunks[0], family.chunks[1] or 3))
-    pieces = draw(st.lists(st.integers(1, 1 if family.whole else 5), min_size=1, max_size=7))
+    pieces = draw(st.lists(st.integers(1, 1 if family.for_pieces else 5), min_size=1, max_size=7))
     ratio = draw(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)))
     return build_schedule(name, draw(st.integers(1, 6)), len(pieces), pieces, chunks, ratio)
 
@@ -33,13 +33,13 @@ def times_of(draw, schedule: Schedule, least: int = 0) -> Times:
 @given(schedules())
 def test_every_schedule_keeps_every_rule(schedule):
     schedule.validate()
-    peak = simulate_schedule(schedule, Times.uniform(schedule)).peak_memory
+    peak = peak_memory(schedule)
     schedule.validate(cap=peak)
     rows = schedule.pipeline_actions()
-    table = Table("plan", schedule.pp_ranks, len(schedule.units), rows)
-    complete(table)
-    matched(table)
-    ending(table, send_of, "a receive waits for its send")
+    table = ActionTable("plan", schedule.pp_ranks, len(schedule.units), rows)
+    check_complete(table)
+    check_messages(table)
+    check_ends(table, send_of, "a receive waits for its send")
     computing = {ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W}
     assert tuple(tuple(a for a in row if a.kind in computing) for row in rows) == schedule.rows
     assert Schedule.from_csv(schedule.to_csv(), schedule.name, pieces_of(schedule)) == schedule
@@ -55,7 +55,7 @@ def test_playing_is_what_an_event_by_event_run_does(data):
     times = data.draw(times_of(schedule))
     held = data.draw(times_of(schedule, 1)).forward
     message = data.draw(st.sampled_from([0, 3]))
-    played = simulate_schedule(schedule, times, held, message)
+    played = simulate_schedule(schedule, times, message)
     start, stop = by_events(schedule, times, message)
     assert [list(row) for row in played.start] == start
     assert [list(row) for row in played.stop] == stop
@@ -64,7 +64,7 @@ def test_playing_is_what_an_event_by_event_run_does(data):
     busy = sum(sum(ends) - sum(begins) for begins, ends in zip(start, stop, strict=True))
     if played.step_time:
         assert math.isclose(played.bubble, 1 - busy / (played.step_time * len(start)), abs_tol=1e-12)
-    assert list(played.peak_memory) == [most_held(schedule, host, held) for host in range(len(start))]
+    assert list(peak_memory(schedule, held)) == [most_held(schedule, pp_rank, held) for pp_rank in range(len(start))]
 
 
 def by_events(schedule: Schedule, times: Times, message: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -99,9 +99,9 @@ def by_events(schedule: Schedule, times: Times, message: int) -> tuple[list[list
     return [[ends[a] - duration[a] for a in row] for row in schedule.rows], stop
 
 
-def most_held(schedule: Schedule, host: int, held: np.ndarray) -> int:
+def most_held(schedule: Schedule, pp_rank: int, held: np.ndarray) -> int:
     """Count at every moment of the row which units are between F and the end of their backward."""
-    row = schedule.rows[host]
+    row = schedule.rows[pp_rank]
     opened = {(a.stage, a.round): k for k, a in enumerate(row) if a.kind is ActionKind.F}
     closed = {(a.stage, a.round): k for k, a in enumerate(row) if a.kind in (ActionKind.B, ActionKind.W)}
     live = [sum(int(held[key]) for key, k in opened.items() if k <= now < closed[key]) for now in range(len(row))]

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels.cpu import Reference
 from support.attention_cases import assemble, attend, worst
-from support.carry_cases import attend_pieces
+from support.kv_cache_cases import attend_pieces
 from support.strategies_attention import cases, cases_of_many_groups
-from support.strategies_carry import pieces_cases
+from support.strategies_kv_cache import pieces_cases
 
 torch.set_num_threads(1)
 MOST_RANKS = 8

@@ -23,7 +23,7 @@ from seqloom.dist import Context, all_gather_rows, attention_context, bind, redu
 from seqloom.dist.transport import Transport
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
-from seqloom.testing.oracle import Truth, attention_truth, difference
+from support.oracle import Truth, attention_truth, difference
 
 AXES = (0, 1, 0, 0, 0)
 """Along which axis of out, lse, dq, dk and dv the tokens lie."""

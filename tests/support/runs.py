@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from seqloom.data import StoreWriter
 from seqloom.dist import Transport
 from seqloom.plan import Plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
 from seqloom.simulate import predicted_ns
-from seqloom.train.checkpoint import complete_checkpoints
+from seqloom.train import checkpoint
+from seqloom.train.checkpoint import Checkpoints, complete_checkpoints
 from seqloom.train.config import Config
 from seqloom.train.launch import Watchdog
 from seqloom.train.logging import StepRecord, read_steps
@@ -107,3 +109,20 @@ def be_stuck(folder: Path, phase: str, timeout_s: float, limited: bool, sends: b
         libc = ctypes.CDLL(None)
         while libc.sleep(60):  # signals interrupt it, and it goes on
             pass
+
+
+def crash_while_saving(folder: Path, where: str) -> None:
+    """Save a checkpoint, and die in the middle of the next: "writing", "renaming" it, or "deleting" the first."""
+    torch.set_num_threads(1)
+    state: dict[str, Any] = {"model": {"w": torch.ones(1000)}, "optimiser": {}}
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(1, **state, extra={})
+    checkpoints.wait()
+    module, name = {
+        "writing": (checkpoint.FileSystemWriter, "finish"),
+        "renaming": (checkpoint, "sync_folder"),
+        "deleting": (checkpoint.shutil, "rmtree"),
+    }[where]
+    setattr(module, name, lambda *args, **options: os._exit(9))
+    checkpoints.save(2, **state, extra={})
+    checkpoints.wait()

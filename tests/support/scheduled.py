@@ -10,7 +10,7 @@ from seqloom.describe import ModelSpec
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 from seqloom.schedules import Schedule
-from seqloom.schedules.registry import FAMILIES, build_schedule
+from seqloom.schedules.registry import SCHEDULES, build_schedule
 from support.pipelines import ample, grouped_rounds, stages_on
 from support.steps import Step, tiny_spec
 
@@ -22,7 +22,7 @@ def scheduled_steps(draw: st.DrawFn, name: str) -> tuple[Step, Plan]:
     A sequence of the schedule is a document in as many pieces, with whole documents beside some of the pieces.
     """
     hosts, width = draw(st.sampled_from((3, 2, 4, 1))), draw(st.sampled_from((1, 2)))
-    counts = st.just(1) if FAMILIES[name].whole else st.sampled_from((2, 1, 3))
+    counts = st.just(1) if SCHEDULES[name].for_pieces else st.sampled_from((2, 1, 3))
     pieces = [draw(counts) for _ in range(draw(st.integers(3, 5)))]
     schedule = build_schedule(name, hosts, len(pieces), pieces)
     lengths = [draw(st.integers(count, 9)) for count in pieces]

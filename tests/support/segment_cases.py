@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels.interface import AttentionShape, Kernel, Saved
 from seqloom.attention.masks import Segments
-from seqloom.testing.oracle import Truth, difference
+from support.oracle import Truth, difference
 
 SCALE = 0.37
 

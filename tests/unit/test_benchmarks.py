@@ -87,6 +87,7 @@ def test_a_ring_is_compared_with_one_rank_of_the_same_moment():
     assert found["a"][1][1] in (5.0, 8.0)  # copies of the same turn
 
 
+@pytest.mark.slow
 def test_training_steps_of_all_sides_agree(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     parts = importlib.import_module("training_parts")

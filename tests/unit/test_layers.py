@@ -7,7 +7,7 @@ WALK = """
 import importlib, importlib.abc, pkgutil, sys
 
 ABSENT = {"torch", "numba", "highspy", "pyarrow", "transformers", "tokenizers", "scipy"}
-BELOW_THE_LINE = "dist attention models params engine data train profiling integrations testing compat".split()
+BELOW_THE_LINE = "dist attention models params engine data train profiling integrations compat".split()
 
 
 class Absent(importlib.abc.MetaPathFinder):

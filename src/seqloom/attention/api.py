@@ -196,7 +196,7 @@ def attention_forward(
         (out,) = redistribute.reversed().forward(out)
         lse = None if lse is None else redistribute.to_source(lse.T)[0].T
     if saved_attention is not None:
-        saved_attention.record(out, lse, saved, groups, redistribute)
+        saved_attention.record(out, lse, saved)
     return out, lse, saved
 
 
@@ -336,23 +336,22 @@ def _local_lse(group: GroupAttention, saved: Saved) -> torch.Tensor:
 
 
 class _Record(NamedTuple):
-    """Results of one attention call: its outputs, and of every group (out, lse), or all its saved tensors."""
+    """Results of one attention call: its outputs, and (out, lse) of every group."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
-    groups: list[tuple[torch.Tensor, ...]]
+    groups: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class SavedAttention:
     """Attention results that selective checkpointing keeps of one layer; its recomputation replays them in order.
 
     The first run of the layer records. A replay runs no kernel, no ring and no gather; q, k and v are recomputed, and
-    exchanged once more where there is Ulysses or another layout, unless `keep_exchanged` spends memory to keep them.
+    exchanged once more where there is Ulysses or another layout, as plans are priced.
     """
 
-    def __init__(self, keep_exchanged: bool) -> None:
+    def __init__(self) -> None:
         """Start empty."""
-        self._keep_exchanged = keep_exchanged
         self._records: list[_Record] = []
         self._next: int | None = None
 
@@ -365,21 +364,10 @@ class SavedAttention:
         """Begin a run of the layer: the first one records, others replay."""
         self._next = 0 if self._records else None
 
-    def record(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        saved: list[Saved],
-        groups: Groups,
-        redistribute: TokenRedistribute | None,
-    ) -> None:
+    def record(self, out: torch.Tensor, lse: torch.Tensor | None, saved: list[Saved]) -> None:
         """Keep the results of a call, outside of any graph: the tensors given may become outputs of a graph."""
-        kept = []
-        for group, tensors in zip(groups, saved, strict=True):
-            exchanged = redistribute is not None or group.ulysses is not None
-            some = tensors if exchanged and self._keep_exchanged else (tensors.out, tensors.lse)
-            kept.append(tuple(tensor.detach() for tensor in some))
-        self._records.append(_Record(out.detach(), None if lse is None else lse.detach(), kept))
+        groups = [(tensors.out.detach(), tensors.lse.detach()) for tensors in saved]
+        self._records.append(_Record(out.detach(), None if lse is None else lse.detach(), groups))
 
     def replay(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, redistribute: TokenRedistribute | None
@@ -388,14 +376,11 @@ class SavedAttention:
         number = cast("int", self._next)
         self._next = number + 1
         record = self._records[number]
-        if redistribute is not None and not self._keep_exchanged:
+        if redistribute is not None:
             q, k, v = redistribute.forward(q, k, v)
         saved = []
-        for group, kept in zip(groups, record.groups, strict=True):
-            if len(kept) == len(Saved._fields):
-                saved.append(Saved(*kept))
-                continue
+        for group, (out, lse) in zip(groups, record.groups, strict=True):
             inputs = tuple(take(x, group.rows) for x in (q, k, v)) if len(groups) > 1 else (q, k, v)
-            inputs = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
-            saved.append(_saved_for_backward(group, Saved(*inputs, *kept)))
+            own_q, own_k, own_v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
+            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, out, lse)))
         return record.out.detach(), None if record.lse is None else record.lse.detach(), saved

@@ -8,7 +8,7 @@ the round keeps the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from seqloom.attention.kernels.interface import (
     Kernel,
     PreparedAttention,
     SupportsWarmUp,
+    WarmUpReport,
     dtype_name,
 )
 from seqloom.attention.lse import merge_ops, sum_dtype
@@ -103,7 +104,7 @@ def warm_up_attention(
     scale: float | None = None,
     ulysses: Sequence[int] = (1,),
     kernels: Kernel | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: WarmUpReport | None = None,
 ) -> int:
     """Build and load all that attention over causal documents can need, before the first step needs it.
 

@@ -47,10 +47,11 @@ def check(
         planned = predict_steps(run, progress)
     notes = find_warnings(run, planned[0])
     packings = compare_packings([batch.lengths for batch in run.sample], run.setup.cost)
-    if json:
-        shared.print_json(_report(run, planned, packings, notes))
-    else:
-        _print_report(run, planned, packings, notes)
+    shared.report(
+        json,
+        lambda: _as_dict(run, planned, packings, notes),
+        lambda console: _draw(console, run, planned, packings, notes),
+    )
 
 
 def _check_huggingface(config: Config, *, with_stages: bool) -> None:
@@ -66,7 +67,7 @@ def _check_huggingface(config: Config, *, with_stages: bool) -> None:
         check_splits(adapter)
 
 
-def _report(
+def _as_dict(
     run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]
 ) -> dict[str, Any]:
     """Return data, run, figures of every planner as lists over the batches, and packings, by JSON keys."""
@@ -111,53 +112,40 @@ def _figures(planned: PredictedSteps) -> dict[str, Any]:
     }
 
 
-def _print_report(run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]) -> None:
-    from rich.console import Console
-
+def _draw(
+    console: Console, run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]
+) -> None:
     from seqloom.api import GIB
+    from seqloom.view import balance_table
     from seqloom.view.format import duration
 
-    console = Console(highlight=False, soft_wrap=True)
-
-    def write(text: str) -> None:
-        console.print(text, markup=False)
-
-    write(shared.cost_line(run.setup.cost))
-    write(f"training: {_documents_line(run.training)}")
+    typer.echo(shared.cost_line(run.setup.cost))
+    typer.echo(f"training: {_documents_line(run.training)}")
     if run.validation is not None:
-        write(f"validation: {_documents_line(run.validation)}")
+        typer.echo(f"validation: {_documents_line(run.validation)}")
     steps, ranks = run.setup.steps, run.setup.cost.ranks
-    write(f"run: {steps:,} steps on {ranks} ranks, {steps / run.training.batches:.3g} epochs")
+    typer.echo(f"run: {steps:,} steps on {ranks} ranks, {steps / run.training.batches:.3g} epochs")
     console.print(_table(planned))
     chosen = planned[0]
     memory, budget = chosen.evaluations[chosen.worst].simulation.peak_memory / GIB, run.setup.cost.budget_bytes / GIB
-    write(
-        f"Predicted from the first {len(run.sample)} batches. The longest step, batch {chosen.worst}, takes at most "
-        f"{memory.max():.3g} GiB on a rank (the least {memory.min():.3g}) of {budget:.3g} GiB."
-    )
     mean = sum(chosen.step_ns) / len(chosen.step_ns)
-    write(f"All steps together: about {duration(mean * steps)}.")
-    _print_balance(console, planned, packings)
-    for note in notes:
-        write(f"warning: {note}")
-
-
-def _print_balance(console: Console, planned: list[PredictedSteps], packings: PackingComparison) -> None:
-    """Print how evenly ranks are used: by the planners, and by packing the same documents into other steps."""
-    from seqloom.view import balance_table
-
+    typer.echo(
+        f"Predicted from the first {len(run.sample)} batches. The longest step, batch {chosen.worst}, takes at most "
+        f"{memory.max():.3g} GiB on a rank (the least {memory.min():.3g}) of {budget:.3g} GiB.\n"
+        f"All steps together: about {duration(mean * steps)}."
+    )
     console.print(balance_table({one.planner: one.balance for one in planned} | packings.balance))
-    console.print(
+    typer.echo(
         "DBR, ABR: tokens and attention work that ranks lack beside the one that has most; PR: padding; CR: tokens "
-        "spread over several ranks.",
-        markup=False,
+        "spread over several ranks."
     )
     if packings.refused:
-        text = f"no packing beforehand: {packings.refused}"
+        typer.echo(f"no packing beforehand: {packings.refused}")
     else:
         most = f"at most {packings.tokens_per_step:,} tokens"
-        text = f"hbp and first-fit choose the documents of a step themselves, {most}."
-    console.print(text, markup=False)
+        typer.echo(f"hbp and first-fit choose the documents of a step themselves, {most}.")
+    for note in notes:
+        typer.echo(f"warning: {note}")
 
 
 def _documents_line(count: DocumentCounts) -> str:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from seqloom.api import Evaluation
     from seqloom.cli.shared import Workload
     from seqloom.cost import CostModel
@@ -60,19 +61,18 @@ def compare(
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)
     with shared.planning_progress(len(names) * batches) as progress:
         rows = evaluate_planners(names, workload.batches, cost, seed=seed, progress=progress)
-    if json:
-        shared.print_json(comparison(cost, workload, rows, skip=skip, batch_size=batch_size))
-    else:
-        _print_table(cost, workload, rows)
+    shared.report(
+        json,
+        lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size),
+        lambda console: _draw(console, cost, workload, rows),
+    )
 
 
 def planner_names(text: str) -> list[str]:
-    """Split a list of planners and refuse unknown names; a name given twice counts once."""
+    """Split a list of planners and refuse unknown names."""
     from seqloom.planners.registry import parse_planner
 
-    names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name))
-    if not names:
-        raise SeqloomError(f"no planner in {text!r}; name at least one, for example static,flex")
+    names = shared.split_names(text, "planner", "static,flex")
     for name in names:
         parse_planner(name)
     return names
@@ -101,15 +101,16 @@ def columns(rows: list[dict[str, Evaluation]]) -> dict[str, dict[str, list[Any]]
     return {name: {key: [one[key] for one in batches] for key in batches[0]} for name, batches in figures.items()}
 
 
-def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Evaluation]]) -> None:
+def _draw(console: Console, cost: CostModel, workload: Workload, rows: list[dict[str, Evaluation]]) -> None:
     from seqloom.planners.registry import verdicts
     from seqloom.view import comparison_table
 
-    console = shared.terminal()
     shared.print_heading(console, cost, workload, f"{len(rows)} batches, ")
     published = verdicts(list(rows[0]), cost.profile.name)
     starred = [name for name, line in published.items() if line.startswith("not validated")]
     console.print(comparison_table(columns(rows), starred))
-    for name, line in published.items():
-        console.print(f"{'* ' if name in starred else ''}{name}: {line}.", markup=False)
-    console.print("Means over the batches; the gap is to a proven lower bound, the speed-up over the first row.")
+    shared.print_lines(
+        console,
+        *(f"{'* ' if name in starred else ''}{name}: {line}." for name, line in published.items()),
+        "Means over the batches; the gap is to a proven lower bound, the speed-up over the first row.",
+    )

@@ -70,7 +70,7 @@ def prepare(
 
         def report(share: float) -> None:
             nonlocal percent
-            while step is not None and percent < int(100 * share):
+            while percent < int(100 * share):
                 percent += 1
                 step("preparing")
 
@@ -85,21 +85,23 @@ def prepare(
             too_long=cast("TooLong", too_long),
             progress=report,
         )
-    if json:
-        shared.print_json({**asdict(done), "path": str(done.path), "max_length": max_length, "too_long": too_long})
-    else:
-        _print_summary(done, too_long)
+    shared.report(
+        json,
+        lambda: {**asdict(done), "path": str(done.path), "max_length": max_length, "too_long": too_long},
+        lambda _: _print_summary(done, too_long),
+    )
 
 
 def _print_summary(done: PrepareResult, too_long: str) -> None:
-    typer.echo(
+    counts = done.counts
+    lines = [
         f"{done.documents:,} documents, {done.tokens:,} tokens of which {done.valid:,} count, "
         f"longest {done.longest:,}, vocabulary {done.vocabulary:,}"
-    )
-    counts = done.counts
+    ]
     if counts.empty or counts.nothing_to_learn:
-        typer.echo(f"left out: {counts.empty:,} empty, {counts.nothing_to_learn:,} with nothing to learn")
+        lines.append(f"left out: {counts.empty:,} empty, {counts.nothing_to_learn:,} with nothing to learn")
     if counts.too_long:
         happened = "truncated" if too_long == "truncate" else "dropped"
-        typer.echo(f"too long: {counts.too_long:,} {happened}, {counts.tokens_lost:,} tokens lost")
-    typer.echo(f"wrote {done.path}")
+        lines.append(f"too long: {counts.too_long:,} {happened}, {counts.tokens_lost:,} tokens lost")
+    for line in (*lines, f"wrote {done.path}"):
+        typer.echo(line)

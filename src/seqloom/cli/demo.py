@@ -96,15 +96,18 @@ def demo(
     with shared.planning_progress(len(names)) as progress:
         row = evaluate_batch(names, workload.batches[0], cost, seed, progress)
     row["auto"].plan.save(out)
-    if json:
-        content = comparison(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out))
-        shared.print_json(content | ({"training": _training_dict(seed)} if train else {}))
-    else:
-        console = shared.terminal()
-        _print_planning(console, cost, workload, row, left_out)
-        _print_closing(console, row, out)
+
+    def content() -> dict[str, Any]:
+        compared = comparison(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out))
+        return compared | ({"training": _training_dict(seed)} if train else {})
+
+    def draw(console: Console) -> None:
+        _draw_planning(console, cost, workload, row, left_out)
+        _print_closing(row, out)
         if train:
-            _print_training(console, seed)
+            _draw_training(console, seed)
+
+    shared.report(json, content, draw)
     if picture is not None:
         save_picture(picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
 
@@ -121,7 +124,7 @@ def installed_planners() -> tuple[list[str], dict[str, str]]:
 
 
 def evaluate_batch(
-    names: list[str], batch: Batch, cost: CostModel, seed: int, progress: Callable[[str, int], None] | None
+    names: list[str], batch: Batch, cost: CostModel, seed: int, progress: Callable[[str, int], None]
 ) -> dict[str, Evaluation]:
     """Plan the batch with every planner; flexsp's search is cut short, and auto may take its plan."""
     from seqloom.api import evaluate, evaluate_planners
@@ -129,8 +132,7 @@ def evaluate_batch(
 
     [row] = evaluate_planners([name for name in names if name != "flexsp"], [batch], cost, seed=seed, progress=progress)
     if "flexsp" in names:
-        if progress is not None:
-            progress("flexsp", 0)
+        progress("flexsp", 0)
         begin = time.perf_counter_ns()
         plan = make_plan("flexsp", batch.lengths, cost, seed=seed, **FLEXSP_OPTIONS)
         planning_ns = time.perf_counter_ns() - begin
@@ -139,25 +141,19 @@ def evaluate_batch(
     return {name: row[name] for name in names}
 
 
-def _print_planning(
+def _draw_planning(
     console: Console, cost: CostModel, workload: Workload, row: dict[str, Evaluation], left_out: dict[str, str]
 ) -> None:
     from seqloom.view import LengthHistogram
 
     [batch] = workload.batches
     console.print(f"One batch: {len(batch):,} sequences, {batch.tokens:,} tokens, longest {batch.longest:,}.")
-    for note in workload.notes():
-        console.print(f"{note[0].upper()}{note[1:]}.", markup=False)
+    shared.print_lines(console, *(f"{note[0].upper()}{note[1:]}." for note in workload.notes()))
     console.print(LengthHistogram(batch.lengths))
     _draw_comparison(console, cost, row)
-    if left_out:
-        console.print(f"flexsp is left out: {left_out['flexsp']}.", markup=False)
-    else:
-        console.print(
-            "flexsp is the published solver, here with its fewest micro-batches only; "
-            "seqloom compare runs its full search."
-        )
-    console.print()
+    note = "the published solver, here with its fewest micro-batches only; seqloom compare runs its full search"
+    why = left_out.get("flexsp")
+    shared.print_lines(console, f"flexsp is {note if why is None else f'left out: {why}'}.", "")
 
 
 def _draw_comparison(console: Console, cost: CostModel, row: dict[str, Evaluation]) -> None:
@@ -181,32 +177,25 @@ def _draw_comparison(console: Console, cost: CostModel, row: dict[str, Evaluatio
         console.print()
 
 
-def _print_closing(console: Console, row: dict[str, Evaluation], out: Path) -> None:
+def _print_closing(row: dict[str, Evaluation], out: Path) -> None:
     faster = row["static"].simulation.step_ns / row["auto"].simulation.step_ns
     options = f"--cluster {CLUSTER} --model {MODEL} --profile {PROFILE} --max-length {MAX_LENGTH}"
-    lines = [
-        f"auto: {shared.evaluation_line(row['auto'])}.",
-        f"static takes {faster:.2f}x as long on this batch. auto's plan is in {out}.",
-        "",
-        "Next: look at the plan again, plan your own data, take the mean over several batches.",
-        f"  seqloom simulate {out} {options}",
-        "  seqloom plan --lengths YOUR.jsonl --cluster 8x8xH200 --model llama3-8b --view",
-        f"  seqloom compare --lengths {SAMPLER} {options} --planners static,flex --batches 8",
-    ]
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
+    typer.echo(
+        f"""auto: {shared.evaluation_line(row["auto"])}.
+static takes {faster:.2f}x as long on this batch. auto's plan is in {out}.
+
+Next: look at the plan again, plan your own data, take the mean over several batches.
+  seqloom simulate {out} {options}
+  seqloom plan --lengths YOUR.jsonl --cluster 8x8xH200 --model llama3-8b --view
+  seqloom compare --lengths {SAMPLER} {options} --planners static,flex --batches 8"""
+    )
 
 
 # Training a tiny model with a fixed degree and with a plan per step.
 
 
 def train_twice(seed: int, *, show: bool) -> dict[str, dict[str, Any]]:
-    """Train with each planner on the same data; return summary and step records, by planner.
-
-    Args:
-        seed: of lengths, text and order.
-        show: show steps on stderr while they run.
-    """
+    """Train with each planner on the same data; return summary and step records, by planner."""
     from seqloom.train.config import Config
     from seqloom.train.launch import train_on_processes
     from seqloom.train.logging import read_steps
@@ -225,8 +214,7 @@ def train_twice(seed: int, *, show: bool) -> dict[str, dict[str, Any]]:
     return runs
 
 
-def why_no_training() -> str | None:
-    """Return what this installation lacks for training and how to install it; None: nothing."""
+def _why_no_training() -> str | None:
     from seqloom.cli.doctor import probe
 
     return None if probe("torch").available else "training needs torch: pip install 'seqloom[train]'"
@@ -234,32 +222,30 @@ def why_no_training() -> str | None:
 
 def _training_dict(seed: int) -> dict[str, Any]:
     """Return the summaries of the training runs by planner, or why there are none, by JSON keys."""
-    missing = why_no_training()
+    missing = _why_no_training()
     if missing is not None:
         return {"left_out": missing}
     return {name: run["summary"] for name, run in train_twice(seed, show=False).items()}
 
 
-def _print_training(console: Console, seed: int) -> None:
-    missing = why_no_training()
-    console.print()
+def _draw_training(console: Console, seed: int) -> None:
+    missing = _why_no_training()
     if missing is not None:
-        console.print(f"A tiny model would be trained here now; {missing}.", markup=False)
+        shared.print_lines(console, "", f"A tiny model would be trained here now; {missing}.")
         return
-    console.print("And now for real: a tiny model, trained with a fixed degree and with a plan per step.")
-    print_runs(console, train_twice(seed, show=True))
+    console.print("\nAnd now for real: a tiny model, trained with a fixed degree and with a plan per step.")
+    draw_runs(console, train_twice(seed, show=True))
 
 
-def print_runs(console: Console, runs: dict[str, dict[str, Any]]) -> None:
-    """Print losses and step times of the runs side by side: the losses are the same, the times are not."""
-    from rich.table import Table
+def draw_runs(console: Console, runs: dict[str, dict[str, Any]]) -> None:
+    """Draw losses and step times of the runs side by side: the losses are the same, the times are not."""
+    from seqloom.view.format import table_of
 
-    headers = [f"{what}, {name}" for what in ("loss", "ms") for name in TRAINED_PLANNERS]
-    table = Table("step", *headers, box=None)
+    table = table_of(["step", *(f"{what}, {name}" for what in ("loss", "ms") for name in TRAINED_PLANNERS)], left=())
     columns: list[list[StepRecord]] = [runs[name]["steps"] for name in TRAINED_PLANNERS]
     for records in zip(*columns, strict=True):
         if records[0].step % 4 == 0 or records[0].step == 1:
-            losses, times = ([f"{one.loss:.4f}" for one in records], [f"{one.measured_ms:,.0f}" for one in records])
+            losses, times = [f"{one.loss:.4f}" for one in records], [f"{one.measured_ms:,.0f}" for one in records]
             table.add_row(str(records[0].step), *losses, *times)
     console.print(table)
     static, flex = (runs[name]["summary"] for name in TRAINED_PLANNERS)

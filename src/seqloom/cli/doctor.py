@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib
 import platform
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seqloom.cli import shared
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 class Extra(NamedTuple):
-    """An optional dependency: the extra that brings it, its package, and its purpose."""
+    """An optional dependency."""
 
-    extra: str
+    extra: str  # that brings it
     package: str
     purpose: str
 
@@ -54,10 +57,7 @@ def doctor(cluster: shared.Cluster = "8x8xH100", json: shared.AsJson = False) ->
         seqloom doctor --cluster 8x8xH200
     """
     report = examine(cluster)
-    if json:
-        shared.print_json(report)
-    else:
-        _print_report(report)
+    shared.report(json, lambda: report, lambda console: _draw(console, report))
 
 
 def examine(cluster: str) -> dict[str, Any]:
@@ -71,11 +71,7 @@ def examine(cluster: str) -> dict[str, Any]:
             "platform": f"{platform.system()} {platform.machine()}",
         },
         "extras": {
-            extra.extra: {
-                "package": extra.package,
-                "purpose": extra.purpose,
-                **packages[extra.package]._asdict(),
-            }
+            extra.extra: {"package": extra.package, "purpose": extra.purpose, **packages[extra.package]._asdict()}
             for extra in EXTRAS
         },
         "gpus": _gpus() if packages["torch"].available else [],
@@ -83,8 +79,7 @@ def examine(cluster: str) -> dict[str, Any]:
             "planner loops": _planner_loops(packages["numba"]),
             "exact solver": _exact_solver(packages["highspy"]),
             "profile": _profile(cluster),
-            "torch operators": _torch_operators(packages["torch"]),
-            "attention": _attention(packages["torch"]),
+            **_torch_choices(packages["torch"]),
             "GPU allocator": _allocator(),
         },
     }
@@ -117,45 +112,38 @@ def _choice(choice: str | None, why: str) -> Choice:
     return {"choice": choice, "why": why}
 
 
-def _install(extra: str) -> str:
-    return f"pip install 'seqloom[{extra}]'"
-
-
 def _planner_loops(numba: Package) -> Choice:
     if numba.available:
         return _choice("compiled", f"numba {numba.version} is here; same plans as the plain loops")
-    return _choice("plain", f"numba {numba.problem}; same plans, slower: {_install('fast')}")
+    return _choice("plain", f"numba {numba.problem}; same plans, slower: pip install 'seqloom[fast]'")
 
 
 def _exact_solver(highspy: Package) -> Choice:
     if highspy.available:
         return _choice("highs", f"highspy {highspy.version} is here")
-    return _choice(None, f"highspy {highspy.problem}; planners exact and flexsp need {_install('exact')}")
+    return _choice(None, f"highspy {highspy.problem}; planners exact and flexsp need pip install 'seqloom[exact]'")
 
 
-def _torch_operators(torch: Package) -> Choice:
+def _torch_choices(torch: Package) -> dict[str, Choice]:
+    """Return what running plans would use: private operators of torch, and attention kernels."""
     if not torch.available:
-        return _choice(None, f"torch {torch.problem}; running plans needs {_install('train')}")
+        missing_torch = _choice(None, f"torch {torch.problem}; running plans needs pip install 'seqloom[train]'")
+        return {"torch operators": missing_torch, "attention": missing_torch}
+    from torch import cuda, device
+
+    from seqloom.attention.kernels.dispatch import available_kernels, unavailable_kernels
     from seqloom.compat import check_operators
 
     try:
         check_operators()
+        operators = _choice("as expected", f"torch {torch.version} has the private operators that kernels call")
     except SeqloomError as error:
-        return _choice(None, str(error))
-    return _choice("as expected", f"torch {torch.version} has the private operators that kernels call")
-
-
-def _attention(torch: Package) -> Choice:
-    if not torch.available:
-        return _choice(None, f"torch {torch.problem}; running plans needs {_install('train')}")
-    from torch import cuda, device
-
-    from seqloom.attention.kernels.dispatch import available_kernels, unavailable_kernels
-
+        operators = _choice(None, str(error))
     place = device("cuda", 0) if cuda.is_available() else device("cpu")
     names = ", ".join(kernel.capabilities.name for kernel in available_kernels(place))
     absent = "".join(f"; {name}: {why}" for name, why in unavailable_kernels(place).items())
-    return _choice(names, f"kernels for {place.type}, in order of preference{absent}")
+    kernels = _choice(names, f"kernels for {place.type}, in order of preference{absent}")
+    return {"torch operators": operators, "attention": kernels}
 
 
 def _allocator() -> Choice:
@@ -180,7 +168,7 @@ def _profile(cluster: str) -> Choice:
     return _choice(profile.name, f"lists the device {device} of {cluster}; --profile NAME overrides it")
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _draw(console: Console, report: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -194,6 +182,5 @@ def _print_report(report: dict[str, Any]) -> None:
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in report["gpus"])
     versions = "  ".join(f"{name} {value}" for name, value in report["versions"].items())
     last = f"GPUs: {gpus or 'none seen; planning, simulating and viewing need none'}"
-    console = shared.terminal()
     for part in (versions, "", extras, "", choices, "", last):
         console.print(part)

@@ -90,18 +90,10 @@ def plan(
     shared.check_picture(picture)
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
-    cost = cost_model(
-        cluster,
-        model,
-        profile=profile,
-        sharding=sharding,
-        budget_gib=budget_gib,
-        max_length=max_length,
-        stages=1 if packs else requested_stages([planner]),
-    )
-    workload = _workload(
-        shared.Source(lengths, seed, max_length, column, tokenizer), batch_size, tokens_per_batch, skip
-    )
+    options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    cost = cost_model(cluster, model, **options, stages=1 if packs else requested_stages([planner]))
+    source = shared.Source(lengths, seed, max_length, column, tokenizer)
+    workload = _workload(source, batch_size, tokens_per_batch, skip)
     if tokens_per_step is not None:
         _pack_steps(cost, workload, tokens_per_step, seed=seed, out=out, json=json)
         return
@@ -110,14 +102,14 @@ def plan(
     evaluation = row[planner]
     if out is not None:
         evaluation.plan.save(out)
-    if json:
-        _print_json(cost, workload, evaluation, planner, out, explain)
-    else:
-        console = shared.terminal()
+
+    def draw(console: Console) -> None:
         _draw_plan(console, cost, workload, evaluation, view)
         if explain:
-            _print_explanation(console, cost, evaluation)
+            _draw_explanation(console, cost, evaluation)
         _print_end(planner, evaluation, out, cost.profile.name)
+
+    shared.report(json, lambda: _as_dict(cost, workload, evaluation, planner, out, explain), draw)
     if picture is not None:
         from seqloom.view import save_picture
 
@@ -143,19 +135,19 @@ def simulate(
     """
     from seqloom.api import cost_model_of, evaluate
     from seqloom.plan import Plan
-    from seqloom.view import save_picture
 
     shared.check_picture(picture)
     loaded = Plan.load(plan)
     options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
     cost = cost_model_of(loaded, cluster, model, **options)
     evaluation = evaluate(loaded, cost)
-    if json:
-        shared.print_json({"plan": str(plan)} | shared.cost_dict(cost) | evaluation.as_dict())
-    else:
-        _draw_simulation(shared.terminal(), cost, evaluation)
-    if picture is not None:
-        save_picture(picture, "seqloom simulate", lambda console: _draw_simulation(console, cost, evaluation))
+    shared.report(
+        json,
+        lambda: {"plan": str(plan)} | shared.cost_dict(cost) | evaluation.as_dict(),
+        lambda console: _draw_simulation(console, cost, evaluation),
+        picture,
+        "seqloom simulate",
+    )
 
 
 def _workload(source: Source, size: int | None, tokens: int | None, skip: int) -> Workload:
@@ -170,9 +162,9 @@ def _workload(source: Source, size: int | None, tokens: int | None, skip: int) -
     return shared.Workload.by_tokens(source, tokens, skip=skip)
 
 
-def _print_json(
+def _as_dict(
     cost: CostModel, workload: Workload, evaluation: Evaluation, planner: str, out: Path | None, explain: bool
-) -> None:
+) -> dict[str, Any]:
     from seqloom.planners.explain import explain as explanation_of
 
     content = {
@@ -183,9 +175,7 @@ def _print_json(
         "made_by": evaluation.plan.planner,
         "out": None if out is None else str(out),
     }
-    if explain:
-        content["explanation"] = explanation_of(evaluation.plan, cost).as_dict()
-    shared.print_json(content)
+    return content | ({"explanation": explanation_of(evaluation.plan, cost).as_dict()} if explain else {})
 
 
 def _draw_plan(console: Console, cost: CostModel, workload: Workload, evaluation: Evaluation, view: bool) -> None:
@@ -203,15 +193,13 @@ def _draw_plan(console: Console, cost: CostModel, workload: Workload, evaluation
 def _draw_simulation(console: Console, cost: CostModel, evaluation: Evaluation) -> None:
     from seqloom.view import Gantt, plan_table
 
-    console.print(shared.cost_line(cost), markup=False)
-    console.print(repr(evaluation.plan), markup=False)
+    shared.print_lines(console, shared.cost_line(cost), repr(evaluation.plan))
     console.print(plan_table(evaluation.plan, evaluation.simulation))
     console.print(Gantt(evaluation.simulation))
-    console.print()
-    console.print(shared.evaluation_line(evaluation), markup=False)
+    shared.print_lines(console, "", shared.evaluation_line(evaluation))
 
 
-def _print_explanation(console: Console, cost: CostModel, evaluation: Evaluation) -> None:
+def _draw_explanation(console: Console, cost: CostModel, evaluation: Evaluation) -> None:
     from seqloom.planners.explain import explain
     from seqloom.view import bounds_lines, explanation_table
 
@@ -266,15 +254,9 @@ def _pack_steps(
     packing_ns = time.perf_counter_ns() - begin
     plain = plain_packing(batch.lengths, cost, tokens_per_step)
     files = [] if out is None else _save_steps(packing, out)
-    if not json:
-        _print_packing(packing, plain, workload, packing_ns, files)
-        return
-    steps = [
-        {"level": int(level), "documents": packing.batch(step).tolist(), "step_ms": packing.step_ns[step] / MS}
-        for step, level in enumerate(packing.step_levels)
-    ]
-    shared.print_json(
-        {
+    shared.report(
+        json,
+        lambda: {
             **shared.cost_dict(packing.cost),
             **workload.as_dict(),
             "planner": packing.name,
@@ -283,10 +265,14 @@ def _pack_steps(
             "tokens_per_step": tokens_per_step,
             "plan_ms": packing_ns / MS,
             "levels": _level_figures(packing),
-            "steps": steps,
+            "steps": [
+                {"level": int(level), "documents": packing.batch(step).tolist(), "step_ms": packing.step_ns[step] / MS}
+                for step, level in enumerate(packing.step_levels)
+            ],
             "balance": {one.name: one.balance.as_dict() for one in (packing, plain)},
             "out": list(map(str, files)),
-        }
+        },
+        lambda console: _draw_packing(console, packing, plain, workload, packing_ns, files),
     )
 
 
@@ -305,31 +291,31 @@ def _level_figures(packing: Packing) -> list[dict[str, Any]]:
     """Return of every packing level its packs, how ranks run them, and its share of the data set, by JSON keys."""
     from seqloom.api import MS
 
-    figures = []
+    rows = []
     for index, level in enumerate(packing.levels):
         here = packing.step_levels == index
         batches = [packing.batch(step) for step in here.nonzero()[0].tolist()]
-        figures.append(
-            {
-                "pack_tokens": level.tokens,
-                "ulysses": level.shape.ulysses,
-                "ring": level.shape.ring,
-                "checkpoint": level.policy.checkpoint.value,
-                "packs_per_step": level.packs,
-                "steps": int(here.sum()),
-                "documents": sum(map(len, batches)),
-                "tokens": int(sum(packing.lengths[batch].sum() for batch in batches)),
-                "step_ms": packing.step_ns[here].mean() / MS,
-            }
-        )
-    return figures
+        row = {
+            "pack_tokens": level.tokens,
+            "ulysses": level.shape.ulysses,
+            "ring": level.shape.ring,
+            "checkpoint": level.policy.checkpoint.value,
+            "packs_per_step": level.packs,
+            "steps": int(here.sum()),
+            "documents": sum(map(len, batches)),
+            "tokens": int(sum(packing.lengths[batch].sum() for batch in batches)),
+            "step_ms": packing.step_ns[here].mean() / MS,
+        }
+        rows.append(row)
+    return rows
 
 
-def _print_packing(packing: Packing, plain: Packing, workload: Workload, packing_ns: int, files: list[Path]) -> None:
+def _draw_packing(
+    console: Console, packing: Packing, plain: Packing, workload: Workload, packing_ns: int, files: list[Path]
+) -> None:
     from seqloom.view import balance_table
     from seqloom.view.format import duration
 
-    console = shared.terminal()
     shared.print_heading(console, packing.cost, workload, "a data set of ")
     console.print(_level_table(packing))
     console.print(balance_table({one.name: one.balance for one in (packing, plain)}))
@@ -347,8 +333,8 @@ def _level_table(packing: Packing) -> Table:
     from seqloom.api import MS
     from seqloom.view.format import bar, milliseconds, percent, table_of
 
-    names = ("pack of", "shape", "keeps", "packs", "steps", "sequences", "step ms", "tokens %", "")
-    table = table_of(names, left=("keeps", ""))
+    names = ("pack of", "shape", "checkpoint", "packs", "steps", "sequences", "step ms", "tokens %", "")
+    table = table_of(names, left=("checkpoint", ""))
     for level, figures in zip(packing.levels, _level_figures(packing), strict=True):
         share = figures["tokens"] / int(packing.lengths.sum())
         table.add_row(

@@ -9,19 +9,21 @@ from __future__ import annotations
 import statistics
 import sys
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
+    from rich.console import Console
     from rich.table import Table
 
     from seqloom.attention.kernels.dispatch import Measurement, TimePoint
@@ -101,9 +103,8 @@ def profile(
     """
     shared.check_output(output, "table" if model is None else "profile", (".json",))
     shared.require_torch("seqloom profile measures kernels and")
-    _refuse_options(context, MODEL_OPTIONS if model is None else KERNEL_OPTIONS, with_model=model is not None)
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
+    _refuse_options(context, with_model=model is not None)
+    shared.check_dtype(dtype, DTYPES)
     if model is not None:
         setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
         _profile_machine(setup, ranks, output, json)
@@ -114,27 +115,29 @@ def profile(
     place = choose_device(device)
     shape = make_shape(heads, kv_heads, dim, dtype, place)
     chosen, left_out = choose_kernels(kernels, shape)
-    effort = make_effort(max_length, quick, place.type)
+    settings = timing_settings(max_length, quick, place.type)
     path = default_table_path() if output is None else output
     table = KernelTable.load(path) if path.is_file() else KernelTable()
-    with shared.progress_bar(len(chosen) * 2 * len(effort.lengths), "warming up") as step:
-        report = None if step is None else lambda name, length: step(f"{name}, documents of {length:,}")
-        measurement = time_kernels(chosen, shape, effort, report)
+    with shared.progress_bar(len(chosen) * 2 * len(settings.lengths), "warming up") as step:
+        measurement = time_kernels(
+            chosen, shape, settings, lambda name, length: step(f"{name}, documents of {length:,}")
+        )
     table.adding(measurement).save(path)
-    if json:
-        shared.print_json({**measurement_dict(measurement), "left_out": left_out, "output": str(path)})
-    else:
-        _print_measurement(measurement, left_out, path)
+    shared.report(
+        json,
+        lambda: {**measurement_dict(measurement), "left_out": left_out, "output": str(path)},
+        lambda console: _draw_measurement(console, measurement, left_out, path),
+    )
 
 
-def _refuse_options(context: typer.Context, names: Sequence[str], *, with_model: bool) -> None:
+def _refuse_options(context: typer.Context, *, with_model: bool) -> None:
     """Refuse options that only the other kind of measurement has."""
-    given = [name for name in names if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
-    if given:
-        option = "--" + given[0].replace("_", "-")
-        if with_model:
-            raise SeqloomError(f"{option} has no meaning with --model; leave it out, the model says it")
-        raise SeqloomError(f"{option} needs --model; add --model")
+    for name in KERNEL_OPTIONS if with_model else MODEL_OPTIONS:
+        if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
+            option = "--" + name.replace("_", "-")
+            if with_model:
+                raise SeqloomError(f"{option} has no meaning with --model; leave it out, the model says it")
+            raise SeqloomError(f"{option} needs --model; add --model")
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -181,9 +184,7 @@ def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kerne
         if not chosen:
             raise SeqloomError(f"no kernel to measure: {'; '.join(left_out.values())}")
         return chosen, left_out
-    wanted = list(dict.fromkeys(name for name in map(str.strip, names.split(",")) if name))
-    if not wanted:
-        raise SeqloomError(f"no kernel in {names!r}; name at least one, for example {next(iter(here))}")
+    wanted = shared.split_names(names, "kernel", next(iter(here)))
     for name in wanted:
         refusal = make_kernel(name).capabilities.unsupported_shape(shape) or left_out.get(name)
         if refusal is not None:
@@ -191,107 +192,82 @@ def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kerne
     return [here[name] for name in wanted], {}
 
 
-def make_effort(max_length: int | None, quick: bool, device: str) -> TimingSettings:
+def timing_settings(max_length: int | None, quick: bool, device: str) -> TimingSettings:
     """Choose the lengths to measure: powers of two up to the longest, and the longest itself."""
     from seqloom.profiling.kernels import TimingSettings
 
     longest = (LONGEST_QUICK if quick else LONGEST)[device] if max_length is None else max_length
     if longest < 1:
         raise SeqloomError(f"longest document of {longest} tokens; give --max-length at least 1")
-    octaves = range((longest - 1).bit_length() - SHORTEST.bit_length() + 1)
-    lengths = tuple(SHORTEST << k for k in octaves if SHORTEST << k < longest)[:: 2 if quick else 1]
+    lengths = [SHORTEST << k for k in range(longest.bit_length()) if SHORTEST << k < longest][:: 2 if quick else 1]
     return TimingSettings((*lengths, longest), tokens=max(longest, PACK_TOKENS[device]), repeats=3 if quick else 7)
 
 
 def measurement_dict(measurement: Measurement) -> dict[str, Any]:
     """Return the measurement with the fastest kernel of every length, by JSON keys."""
-    times = [
-        {
-            "kernel": one.kernel,
-            "forward_call_ns": one.forward_call_ns,
-            "backward_call_ns": one.backward_call_ns,
-            **{mask: [point._asdict() for point in getattr(one, mask)] for mask in MASKS},
-        }
-        for one in measurement.times
-    ]
-    winners = {mask: dict(fastest(measurement, mask)) for mask in MASKS}
-    return {"version": __version__, **asdict(measurement), "times": times, "fastest": winners}
+    content = {"version": __version__, **asdict(measurement)}
+    for times, one in zip(content["times"], measurement.times, strict=True):
+        times |= {mask: [point._asdict() for point in getattr(one, mask)] for mask in MASKS}
+    return content | {"fastest": {mask: dict(fastest(measurement, mask)) for mask in MASKS}}
 
 
 def fastest(measurement: Measurement, mask: str) -> list[tuple[int, str]]:
     """Return (length, fastest kernel) of every length, forward and backward together."""
-    names = [one.kernel for one in measurement.times]
-    columns = zip(*(getattr(one, mask) for one in measurement.times), strict=True)
-    return [(points[0].length, names[_fastest_index(points)]) for points in columns]
+    return [(points[0].length, measurement.times[best].kernel) for points, best in _by_length(measurement, mask)]
 
 
-def _fastest_index(points: Sequence[TimePoint]) -> int:
-    return min(range(len(points)), key=lambda index: points[index].forward_ns + points[index].backward_ns)
+def _by_length(measurement: Measurement, mask: str) -> Iterator[tuple[Sequence[TimePoint], int]]:
+    """Yield of every length the points of all kernels, and the index of the fastest."""
+    for points in zip(*(getattr(one, mask) for one in measurement.times), strict=True):
+        yield points, min(range(len(points)), key=lambda k: points[k].forward_ns + points[k].backward_ns)
 
 
-def _print_measurement(measurement: Measurement, left_out: dict[str, str], path: Path) -> None:
-    one = measurement
-    console = shared.terminal()
+def _draw_measurement(console: Console, one: Measurement, left_out: dict[str, str], path: Path) -> None:
     heads = f"{one.heads} heads" if one.heads == one.kv_heads else f"{one.heads} heads on {one.kv_heads}"
-    console.print(f"{one.device}, torch {one.torch}, {heads} of {one.dim}, {one.dtype}", markup=False)
+    shared.print_lines(console, f"{one.device}, torch {one.torch}, {heads} of {one.dim}, {one.dtype}")
     for mask, title in zip(MASKS, ("Causal documents", "Without mask"), strict=True):
         console.print(f"{title}: forward + backward, us per document")
-        console.print(_kernel_table(measurement, mask))
-        console.print(f"fastest: {', '.join(_winner_ranges(fastest(measurement, mask)))}", markup=False)
-        console.print()
+        console.print(_kernel_table(one, mask))
+        shared.print_lines(console, f"fastest: {', '.join(winner_ranges(fastest(one, mask)))}", "")
     calls = ", ".join(
-        f"{times.kernel} {(times.forward_call_ns + times.backward_call_ns) / 1e3:,.0f} us" for times in one.times
+        f"{each.kernel} {(each.forward_call_ns + each.backward_call_ns) / 1e3:,.0f} us" for each in one.times
     )
-    console.print(f"Every call costs, however little it does: {calls}", markup=False)
-    for name, why in left_out.items():
-        console.print(f"{name} is left out: {why}", markup=False)
-    console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    shared.print_lines(console, f"Every call costs, however little it does: {calls}")
+    shared.print_lines(console, *(f"{name} is left out: {why}" for name, why in left_out.items()))
+    typer.echo(f"wrote {path}")
 
 
 def _kernel_table(measurement: Measurement, mask: str) -> Table:
     """Draw a row per length and a column per kernel, the fastest in bold."""
-    from rich.table import Table
+    from seqloom.view.format import table_of
 
-    table = Table("tokens", *(one.kernel for one in measurement.times), box=None)
-    for column in table.columns:
-        column.justify = "right"
-    for points in zip(*(getattr(one, mask) for one in measurement.times), strict=True):
+    table = table_of(["tokens", *(one.kernel for one in measurement.times)], left=())
+    for points, best in _by_length(measurement, mask):
         cells = [f"{point.forward_ns / 1e3:,.0f} + {point.backward_ns / 1e3:,.0f}" for point in points]
-        best = _fastest_index(points)
         cells[best] = f"[bold]{cells[best]}[/bold]"
         table.add_row(f"{points[0].length:,}", *cells)
     return table
 
 
-def _winner_ranges(winners: Sequence[tuple[int, str]]) -> list[str]:
+def winner_ranges(winners: Sequence[tuple[int, str]]) -> list[str]:
     """Join neighbouring lengths with the same winner: varlen up to 1,024, cudnn up to 131,072."""
-    ends = [at for at in range(len(winners)) if at + 1 == len(winners) or winners[at + 1][1] != winners[at][1]]
-    return [f"{winners[at][1]} up to {winners[at][0]:,}" for at in ends]
+    ranges = [(kernel, list(group)) for kernel, group in groupby(winners, key=lambda winner: winner[1])]
+    return [f"{kernel} up to {group[-1][0]:,}" for kernel, group in ranges]
 
 
 # Training steps: --model.
 
 
 class MachineSetup(NamedTuple):
-    """The training steps to measure.
+    """The training steps to measure."""
 
-    Attributes:
-        model: a preset or a file of shapes.
-        cluster: its spelling; None: CPU processes on this machine.
-        sharding: of the parameters.
-        capacity: tokens of a rank in a round; None: what memory holds.
-        max_length: longest document to try; None: `LONGEST_STEP`.
-        dtype: that layers compute in.
-        verbose: say on stderr what is being measured.
-    """
-
-    model: str
-    cluster: str | None
+    model: str  # preset, or file of shapes
+    cluster: str | None  # spelling; None: CPU processes on this machine
     sharding: str
-    capacity: int | None
-    max_length: int | None
-    dtype: str
-    verbose: bool
+    capacity: int | None  # tokens of a rank in a round; None: what memory holds
+    max_length: int | None  # longest document to try; None: `LONGEST_STEP`
+    dtype: str  # that layers compute in
+    verbose: bool  # say on stderr what is being measured
 
     def cost(self, ranks: int) -> CostModel:
         """Build the cost model whose constants are measured, for so many ranks."""
@@ -304,15 +280,15 @@ class MachineSetup(NamedTuple):
                 f"--cluster {self.cluster} has {cluster.ranks} ranks, the measurement {ranks}; start {cluster.ranks} "
                 f"processes, or name a cluster of {ranks}"
             )
-        options = {"sharding": self.sharding, "max_length": self.max_length, "capacity": self.capacity}
-        return cost_model(cluster, self.model, **options)
+        sizes = {"max_length": self.max_length, "capacity": self.capacity}
+        return cost_model(cluster, self.model, sharding=self.sharding, **sizes)
 
 
 def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None, json: bool) -> None:
     """Measure on processes of this machine, or as one of torchrun's, and write the profile."""
     import torch
 
-    from seqloom.train.launch import run_on_processes, run_under_torchrun, started_by_torchrun
+    from seqloom.train.launch import run_on_processes, run_under_torchrun
 
     if ranks is not None and ranks < 1:
         raise SeqloomError(f"{ranks} ranks measure nothing; give --ranks 1 or more")
@@ -320,19 +296,13 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
         raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
     if setup.cluster is None and torch.cuda.is_available():
         raise SeqloomError("name the cluster whose GPUs are measured, for its links: --cluster 1x8xH200")
-    if started_by_torchrun():
-        if ranks is not None:
-            raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
-        found = run_under_torchrun(measure_rank, setup, str(output))
+    if shared.under_torchrun(ranks):
+        result = run_under_torchrun(measure_rank, setup, str(output))
     else:
         setup.cost(ranks or 1)  # refuse here, once, what every process would refuse
-        found = run_on_processes(measure_rank, ranks or 1, setup, str(output))
-    if not found:  # another rank than the first
-        return
-    if json:
-        shared.print_json(found)
-    else:
-        _print_trials(found)
+        result = run_on_processes(measure_rank, ranks or 1, setup, str(output))
+    if result:  # the first rank's
+        shared.report(json, lambda: result, lambda console: _draw_trials(console, result))
 
 
 def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict[str, Any]:
@@ -352,31 +322,26 @@ def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict
     verbose = setup.verbose and rank == 0 and sys.stderr.isatty()
     report = (lambda text: typer.echo(text, err=True)) if verbose else (lambda text: None)
     stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
-    found = calibrator.calibrate(setup.max_length or LONGEST_STEP[device.type], report, stages=stages)
+    calibration = calibrator.calibrate(setup.max_length or LONGEST_STEP[device.type], report, stages=stages)
     communicators.close()
     if rank:
         return {}
-    found.profile.save(output)
+    calibration.profile.save(output)
     trials = [
         {"what": describe_trial(trial.plan), "measured_ms": trial.ns / MS, "predicted_ms": predicted / MS}
-        for trial, predicted in zip(found.trials, found.predicted_ns, strict=True)
+        for trial, predicted in zip(calibration.trials, calibration.predicted_ns, strict=True)
     ]
     return {"output": output, "cluster": cost.cluster.spelling, "model": cost.model.name, "trials": trials}
 
 
-def _print_trials(found: dict[str, Any]) -> None:
-    from rich.table import Table
+def _draw_trials(console: Console, result: dict[str, Any]) -> None:
+    from seqloom.view.format import table_of
 
-    table = Table("groups side by side", "measured ms", "by the profile", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    errors = []
-    for trial in found["trials"]:
-        measured, predicted = trial["measured_ms"], trial["predicted_ms"]
-        errors.append(abs(predicted / measured - 1))
-        table.add_row(trial["what"], f"{measured:,.1f}", f"{predicted:,.1f}")
-    console = shared.terminal()
+    table = table_of(("groups side by side", "measured ms", "by the profile"), left=("groups side by side",))
+    for trial in result["trials"]:
+        table.add_row(trial["what"], f"{trial['measured_ms']:,.1f}", f"{trial['predicted_ms']:,.1f}")
     console.print(table)
+    errors = [abs(trial["predicted_ms"] / trial["measured_ms"] - 1) for trial in result["trials"]]
     error = f"{statistics.mean(errors):.1%} on average, {max(errors):.0%} at most"
-    console.print(f"off by {error}; {found['model']} on {found['cluster']}", markup=False)
-    console.print(f"wrote {found['output']}", markup=False, soft_wrap=True)
+    shared.print_lines(console, f"off by {error}; {result['model']} on {result['cluster']}")
+    typer.echo(f"wrote {result['output']}")

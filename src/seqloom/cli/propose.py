@@ -15,6 +15,7 @@ from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
     import numpy as np
+    from rich.console import Console
     from rich.table import Table
 
     from seqloom.cli.shared import Workload
@@ -68,35 +69,28 @@ def propose(
     data = workload.batches[0].lengths
     with shared.progress_bar(2, "proposing strategies") as step:
         strategies = propose_strategies(data, cost, tokens_per_step=tokens_per_step, most=most, seed=seed)
-        if step is not None:
-            step(f"trying {len(strategies)} strategies")
+        step(f"trying {len(strategies)} strategies")
         trial = try_strategies(data, strategies, cost, tokens_per_step, steps)
     if out is not None:
         out.write_text(strategies_to_json(strategies) + "\n", encoding="utf-8")
-    if json:
-        request = {"tokens_per_step": tokens_per_step, "out": None if out is None else str(out)}
-        shared.print_json(_report(cost, workload, strategies, trial) | request)
-    else:
-        _print_report(cost, workload, strategies, trial)
-        if out is not None:
-            typer.echo(f"wrote {out}")
+    request = {"tokens_per_step": tokens_per_step, "out": None if out is None else str(out)}
+    shared.report(
+        json,
+        lambda: _as_dict(cost, workload, strategies, trial) | request,
+        lambda console: _draw(console, cost, workload, strategies, trial),
+    )
+    if out is not None and not json:
+        typer.echo(f"wrote {out}")
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Strategies on the first steps of the data.
+    """Strategies on the first steps of the data; tuples have one entry per step."""
 
-    Attributes:
-        chosen: index of the fastest strategy, per step.
-        step_ns: its predicted time, per step.
-        fixed: the strategy that is fastest where one is kept for all of these steps.
-        fixed_ns: its predicted time, per step.
-    """
-
-    chosen: tuple[int, ...]
-    step_ns: tuple[int, ...]
-    fixed: int
-    fixed_ns: tuple[int, ...]
+    chosen: tuple[int, ...]  # index of the fastest strategy
+    step_ns: tuple[int, ...]  # its predicted time
+    fixed: int  # the strategy that is fastest where one is kept for all of these steps
+    fixed_ns: tuple[int, ...]  # its predicted time
 
     def share(self, strategy: int) -> float:
         """Return the share of the steps that choose a strategy."""
@@ -116,12 +110,7 @@ class Trial:
 def try_strategies(data: np.ndarray, strategies: Sequence[Strategy], cost: CostModel, tokens: int, steps: int) -> Trial:
     """Price the first steps of the data under every strategy, as the planner does when it chooses one.
 
-    Args:
-        data: int64[n] tokens, cut into steps of at most ``tokens`` in their order.
-        strategies: to choose from; the first holds every document.
-        cost: prices them.
-        tokens: of a step.
-        steps: at most.
+    Steps are of at most ``tokens``, in the order of ``data``, int64[n] tokens. The first strategy holds every document.
     """
     from seqloom.describe import batches_by_tokens
     from seqloom.planners.hydraulis.costs import costs_of
@@ -139,7 +128,7 @@ def try_strategies(data: np.ndarray, strategies: Sequence[Strategy], cost: CostM
     return Trial(chosen, best, fixed, tuple(row[fixed] for row in rows))
 
 
-def _report(cost: CostModel, workload: Workload, strategies: Sequence[Strategy], trial: Trial) -> dict[str, Any]:
+def _as_dict(cost: CostModel, workload: Workload, strategies: Sequence[Strategy], trial: Trial) -> dict[str, Any]:
     from seqloom.api import MS
 
     [data] = workload.batches
@@ -168,19 +157,18 @@ def _report(cost: CostModel, workload: Workload, strategies: Sequence[Strategy],
     }
 
 
-def _print_report(cost: CostModel, workload: Workload, strategies: Sequence[Strategy], trial: Trial) -> None:
+def _draw(console: Console, cost: CostModel, workload: Workload, strategies: Sequence[Strategy], trial: Trial) -> None:
     from seqloom.view import RankChart
     from seqloom.view.format import duration
 
-    console = shared.terminal()
     shared.print_heading(console, cost, workload)
     console.print(_table(strategies, trial))
     console.print(RankChart(strategies, cost.node_size))
     mean = sum(trial.step_ns) / len(trial.step_ns)
-    console.print(
+    shared.print_lines(
+        console,
         f"On the first {len(trial.chosen)} steps: {duration(mean)} a step; strategy {trial.fixed} kept for all takes "
         f"{trial.gain:.2f}x as long. Prices are those that choose a strategy, without the switch.",
-        markup=False,
     )
 
 

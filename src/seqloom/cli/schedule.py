@@ -78,25 +78,24 @@ def schedule(
         seqloom schedule --file mine.csv --pieces 2 --times 1,1.6,0.6
     """
     from seqloom.schedules.timing import schedule_metrics
-    from seqloom.view import save_picture
 
     shared.check_picture(picture)
     shared.check_output(csv, "schedule", (".csv",))
-    durations, limit = parse_times(times), _parse_memory(memory)
+    durations, limit, counts = parse_times(times), _parse_memory(memory), _parse_pieces(pieces)
     if file is None:
-        made = _build(name, stages, micro_batches, _parse_pieces(pieces), chunks, durations, limit)
+        built = _build(name, stages, micro_batches, counts, chunks, durations, limit)
     else:
-        made = _load(file, name, _parse_pieces(pieces), limit)
-        _check_size(made, file, {"stages": stages, "micro_batches": micro_batches, "chunks": chunks})
-    timed = schedule_metrics(made, *durations)
+        built = _load(file, name, counts, limit, {"stages": stages, "micro_batches": micro_batches, "chunks": chunks})
+    metrics = schedule_metrics(built, *durations)
     if csv is not None:
-        csv.write_text(made.to_csv())
-    if json:
-        shared.print_json(_as_dict(made, durations, timed))
-    else:
-        _draw(shared.terminal(), made, timed)
-    if picture is not None:
-        save_picture(picture, f"seqloom schedule {made.name}", lambda console: _draw(console, made, timed))
+        csv.write_text(built.to_csv())
+    shared.report(
+        json,
+        lambda: _as_dict(built, durations, metrics),
+        lambda console: _draw(console, built, metrics),
+        picture,
+        f"seqloom schedule {built.name}",
+    )
 
 
 def parse_times(text: str) -> tuple[Fraction, Fraction, Fraction]:
@@ -155,13 +154,15 @@ def _build(
         )
     scale = math.lcm(*(value.denominator for value in durations))
     forward, backward, weights = (int(value * scale) for value in durations)
-    made = build_schedule(name, stages, micro_batches, pieces, chunks, (forward, backward, weights), limit)
-    made.validate()
-    return made
+    built = build_schedule(name, stages, micro_batches, pieces, chunks, (forward, backward, weights), limit)
+    built.validate()
+    return built
 
 
-def _load(file: Path, name: str | None, pieces: int | list[int], limit: Fraction | None) -> Schedule:
-    """Read a schedule file."""
+def _load(
+    file: Path, name: str | None, pieces: int | list[int], limit: Fraction | None, given: dict[str, int | None]
+) -> Schedule:
+    """Read a schedule file and refuse options that contradict it."""
     from seqloom.schedules import Schedule
     from seqloom.schedules.registry import check_memory
 
@@ -171,61 +172,58 @@ def _load(file: Path, name: str | None, pieces: int | list[int], limit: Fraction
         raise SeqloomError(
             f"{str(file)!r} is not text; give a .csv file with a line of actions per pipeline rank"
         ) from None
-    made = Schedule.from_csv(text, name or file.name, pieces)
-    if limit is not None:
-        check_memory(made, limit)
-    return made
-
-
-def _check_size(made: Schedule, file: Path, given: dict[str, int | None]) -> None:
-    """Refuse options that contradict the schedule of a file."""
-    size = _size(made)
-    for key, value in given.items():
-        if value is not None and value != size[key]:
+    built = Schedule.from_csv(text, name or file.name, pieces)
+    for key, size in _size(built).items():
+        if given.get(key, size) not in (None, size):
             option = "--" + key.replace("_", "-")
             raise SeqloomError(
-                f"{option} {value}, but {str(file)!r} has {size[key]}; leave {option} out, or use {size[key]}"
+                f"{option} {given[key]}, but {str(file)!r} has {size}; leave {option} out, or use {size}"
             )
+    if limit is not None:
+        check_memory(built, limit)
+    return built
 
 
-def _size(made: Schedule) -> dict[str, Any]:
+def _size(built: Schedule) -> dict[str, Any]:
     """Return the numbers of pipeline ranks, chunks, sequences and pieces; a list of pieces where sequences differ."""
-    pieces = [unit.pieces for unit in made.units if unit.piece == 0]
-    ranks = len(made.rows)
+    pieces = [unit.pieces for unit in built.units if unit.piece == 0]
+    ranks = len(built.rows)
     return {
         "stages": ranks,
-        "chunks": len(made.pp_ranks) // ranks,
+        "chunks": len(built.pp_ranks) // ranks,
         "micro_batches": len(pieces),
         "pieces": pieces[0] if len(set(pieces)) == 1 else pieces,
     }
 
 
-def _as_dict(made: Schedule, durations: tuple[Fraction, Fraction, Fraction], timed: ScheduleMetrics) -> dict[str, Any]:
+def _as_dict(
+    built: Schedule, durations: tuple[Fraction, Fraction, Fraction], metrics: ScheduleMetrics
+) -> dict[str, Any]:
     return {
-        "schedule": made.name,
-        **_size(made),
+        "schedule": built.name,
+        **_size(built),
         "times": [float(value) for value in durations],
-        "bubble": timed.bubble,
-        "makespan": timed.step_time,
-        "until_end": timed.makespan,
-        "peak_memory": list(timed.peak_memory),
-        "grid": [[str(action) for action in row] for row in made.rows],
+        "bubble": metrics.bubble,
+        "makespan": metrics.step_time,
+        "until_end": metrics.makespan,
+        "peak_memory": list(metrics.peak_memory),
+        "grid": [[str(action) for action in row] for row in built.rows],
     }
 
 
-def _draw(console: Console, made: Schedule, timed: ScheduleMetrics) -> None:
+def _draw(console: Console, built: Schedule, metrics: ScheduleMetrics) -> None:
     from seqloom.view import ScheduleChart
 
-    size = _size(made)
+    size = _size(built)
     pieces = "unequal" if isinstance(size["pieces"], list) else size["pieces"]
-    console.print(
-        f"{made.name}: {size['stages']} pipeline ranks, {size['chunks']} stage{'s' * (size['chunks'] > 1)} each, "
+    shared.print_lines(
+        console,
+        f"{built.name}: {size['stages']} pipeline ranks, {size['chunks']} stage{'s' * (size['chunks'] > 1)} each, "
         f"{size['micro_batches']} micro-batches, {pieces} piece{'s' * (pieces != 1)} each",
-        markup=False,
     )
-    console.print(ScheduleChart(made, timed.timing))
-    memory = " ".join(f"{most:.4g}" for most in timed.peak_memory)
-    console.print(f"bubble {100 * timed.bubble:.1f} %, makespan {timed.step_time:.6g}")
-    if timed.makespan > timed.step_time:
-        console.print(f"ranks that begin late end late: {timed.makespan:.6g} from the first start to the last stop")
+    console.print(ScheduleChart(built, metrics.timing))
+    memory = " ".join(f"{most:.4g}" for most in metrics.peak_memory)
+    console.print(f"bubble {100 * metrics.bubble:.1f} %, makespan {metrics.step_time:.6g}")
+    if metrics.makespan > metrics.step_time:
+        console.print(f"ranks that begin late end late: {metrics.makespan:.6g} from the first start to the last stop")
     console.print(f"peak memory per pipeline rank, in micro-batches: {memory}")

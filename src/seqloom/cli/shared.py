@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -80,6 +80,32 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
+def report(
+    as_json: bool,
+    content: Callable[[], dict[str, Any]],
+    draw: Callable[[Console], None],
+    picture: Path | None = None,
+    title: str = "",
+) -> None:
+    """Print a result as JSON or as text on stdout; draw the text to a picture file too, if there is one."""
+    if as_json:
+        print_json(content())
+    else:
+        from rich.console import Console
+
+        draw(Console(highlight=False))
+    if picture is not None:
+        from seqloom.view import save_picture
+
+        save_picture(picture, title, draw)
+
+
+def print_lines(console: Console, *lines: str) -> None:
+    """Print lines whose brackets are no markup."""
+    for line in lines:
+        console.print(line, markup=False)
+
+
 def check_output(path: Path | None, what: str = "plan", suffixes: tuple[str, ...] = (".json", ".txt")) -> None:
     """Refuse, before any work, an output file that cannot be written; None: none was asked for."""
     if path is None:
@@ -96,11 +122,21 @@ def check_picture(path: Path | None) -> None:
     check_output(path, "picture", (".svg",))
 
 
-def terminal() -> Console:
-    """Return the console that texts are printed on."""
-    from rich.console import Console
+# Arguments and the installation.
 
-    return Console(highlight=False)
+
+def split_names(text: str, what: str, example: str) -> list[str]:
+    """Split names with commas between; a name given twice counts once."""
+    names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name))
+    if not names:
+        raise SeqloomError(f"no {what} in {text!r}; name at least one, for example {example}")
+    return names
+
+
+def check_dtype(name: str, dtypes: Sequence[str]) -> None:
+    """Refuse a name that is not one of the dtypes."""
+    if name not in dtypes:
+        raise unknown_name("dtype", name, dtypes)
 
 
 def require_torch(purpose: str, extras: str = "train") -> None:
@@ -111,14 +147,24 @@ def require_torch(purpose: str, extras: str = "train") -> None:
         raise SeqloomError(f"{purpose} needs torch ({error}); pip install 'seqloom[{extras}]'") from None
 
 
-@contextmanager
-def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None] | None]:
-    """Show a progress bar on stderr; yield a function to call before each of ``total`` steps with its description.
+def under_torchrun(ranks: int | None) -> bool:
+    """Whether torchrun has started this process; then refuse a number of ranks to start."""
+    from seqloom.train.launch import started_by_torchrun
 
-    Yields None, and shows nothing, where stderr is not a terminal.
+    started = started_by_torchrun()
+    if started and ranks is not None:
+        raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
+    return started
+
+
+@contextmanager
+def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on stderr, if that is a terminal.
+
+    Yields a function to call before each of ``total`` steps with its description.
     """
     if not sys.stderr.isatty():
-        yield None
+        yield lambda description: None
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -136,10 +182,10 @@ def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]
 
 
 @contextmanager
-def planning_progress(total: int) -> Iterator[Callable[[str, int], None] | None]:
-    """Show a progress bar of ``total`` plannings; yield a function of a planner's name and a batch's index, or None."""
+def planning_progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """Show a progress bar of ``total`` plannings; yield a function of a planner's name and a batch's index."""
     with progress_bar(total, "planning") as step:
-        yield None if step is None else lambda planner, batch: step(f"batch {batch}: {planner}")
+        yield lambda planner, batch: step(f"batch {batch}: {planner}")
 
 
 # Sequences.
@@ -282,8 +328,7 @@ def print_heading(console: Console, cost: CostModel, workload: Workload, before:
     sequences = sum(map(len, workload.batches))
     tokens = sum(batch.tokens for batch in workload.batches)
     size = f"{before}{sequences:,} sequences, {tokens:,} tokens, longest {max(lengths):,}"
-    for line in (cost_line(cost), size, *workload.notes()):
-        console.print(line, markup=False)
+    print_lines(console, cost_line(cost), size, *workload.notes())
 
 
 def evaluation_line(evaluation: Evaluation) -> str:

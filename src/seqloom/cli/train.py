@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from seqloom.planners.registry import PlannerChoice
     from seqloom.profiling.verify import PlanComparison
     from seqloom.train.config import Config
@@ -46,13 +48,11 @@ def train(
     """
     shared.require_torch("seqloom train", "train,data")
     from seqloom.train.config import Config
-    from seqloom.train.launch import started_by_torchrun, train_on_processes, train_under_torchrun
+    from seqloom.train.launch import train_on_processes, train_under_torchrun
 
     loaded = Config.load(config, overrides or [])
     family = model_family_of(loaded)
-    if started_by_torchrun():
-        if ranks is not None:
-            raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
+    if shared.under_torchrun(ranks):
         summary = train_under_torchrun(loaded, model_family=family, show=not json)
     else:
         summary = train_on_processes(loaded, ranks or loaded.run.ranks, model_family=family, show=not json)
@@ -99,20 +99,20 @@ def verify(
     Example:
         seqloom verify recipes/tiny-cpu.toml --planners static,flex,pipeline:2
     """
-    names = [name for name in map(str.strip, (USUAL_PLANNERS if planners is None else planners).split(",")) if name]
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
-    if not names or batches < 1:
-        raise SeqloomError(f"{len(names)} planners and {batches} batches to compare; give at least one of each")
+    names = shared.split_names(USUAL_PLANNERS if planners is None else planners, "planner", USUAL_PLANNERS)
+    shared.check_dtype(dtype, DTYPES)
+    if batches < 1:
+        raise SeqloomError(f"{batches} batches to compare; give at least one")
     shared.require_torch("seqloom verify")
     from seqloom.train.config import Config
 
     rows = _verify_batches(Config.load(config, overrides or []), names, ranks, dtype, batches, planners is None)
     passed = all(row.passed for row in rows)
-    if json:
-        shared.print_json({"passed": passed, "dtype": dtype, "plans": [asdict(row) for row in rows]})
-    else:
-        _print_rows(rows, dtype)
+    shared.report(
+        json,
+        lambda: {"passed": passed, "dtype": dtype, "plans": [asdict(row) for row in rows]},
+        lambda console: _draw_comparisons(console, rows, dtype),
+    )
     if not passed:
         raise typer.Exit(1)
 
@@ -140,23 +140,19 @@ def _verify_batches(
         for index, batch in enumerate(sample):
             for row in verify(spec, source, batch, cost, planners[index], **options):
                 rows.append(row)
-                if step is not None:
-                    step(f"batch {index}: {row.planner}")
+                step(f"batch {index}: {row.planner}")
     return rows
 
 
-def _print_rows(rows: list[PlanComparison], dtype: str) -> None:
-    from rich.table import Table
+def _draw_comparisons(console: Console, rows: list[PlanComparison], dtype: str) -> None:
+    from seqloom.view.format import table_of
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("planner", overflow="fold")  # a name that is cut off names nothing
-    for name in ("plan", "rounds", "groups", "loss", "grad norm", "difference", ""):
-        table.add_column(name, no_wrap=True)
+    names = ("planner", "plan", "rounds", "groups", "loss", "grad norm", "difference", "")
+    table = table_of(names, left=("planner", "plan", ""), folding="planner")  # a name that is cut off names nothing
     for row in rows:
         numbers = (f"{row.loss:.9f}", f"{row.grad_norm:.9f}", f"{row.max_relative_gradient_difference:.1e}")
         verdict = "same" if row.passed else "DIFFERS"
         table.add_row(row.planner, row.plan_hash[:8], str(row.rounds), str(row.groups), *numbers, verdict)
-    console = shared.terminal()
     console.print(
         f"One process beside plans, {dtype}. Difference: of gradients, the largest relative one of all tensors."
     )

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from seqloom.cost.compute import kv_width, query_width
+from seqloom.cost.compute import kv_heads_per_rank, kv_width, query_width
 from seqloom.cost.shapes import GroupShape
 from seqloom.layout import Route, move_between
 from seqloom.plan import Checkpoint, Method, Remap
-from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from seqloom.plan import Stage, StageMicroBatch
 
 ACTIVATION_BYTES = 2  # bf16 on the wire
-KV_GRADIENT_BYTES = 4  # dK and dV travel in float32: they are sums of many steps
+KV_GRADIENT_BYTES = 4  # dK and dV are float32, on the wire and in memory: they are sums of many steps or pieces
 MIB = 1024**2
 
 
@@ -93,7 +92,7 @@ def group_traffic(
     """
     if len(ranks) == 1:
         return GroupTraffic()
-    node, nic = _nodes_and_nics(ranks, nic_of)
+    node, nic = nodes_and_nics(ranks, nic_of)
 
     def counts(intra: np.ndarray, inter: np.ndarray) -> MessageCounts:
         node_out, nic_out = (int(np.bincount(place, weights=inter).max()) for place in (node, nic))
@@ -107,7 +106,7 @@ def group_traffic(
     return GroupTraffic(ulysses, ring, gather, gather_once, proxies, slices, peers)
 
 
-def _nodes_and_nics(ranks: Sequence[int], nic_of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def nodes_and_nics(ranks: Sequence[int], nic_of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """int64[ranks] each: node of every rank, and the number of its NIC in the cluster."""
     where = np.asarray(ranks, dtype=np.int64)
     node = where // len(nic_of)
@@ -142,8 +141,8 @@ def nic_load(
 ) -> NicLoad:
     """Find the NICs that a group uses, and how much of what the busiest one carries. Arguments as `group_traffic`."""
     nics = max(nic_of) + 1
-    node, nic = _nodes_and_nics(ranks, nic_of)
-    proxy_node, proxy_nic = (node, nic) if route is None else _nodes_and_nics(route.proxies, nic_of)
+    node, nic = nodes_and_nics(ranks, nic_of)
+    proxy_node, proxy_nic = (node, nic) if route is None else nodes_and_nics(route.proxies, nic_of)
     every = (max(int(node.max()), int(proxy_node.max())) + 1) * nics
     heads, ring, gather, _, peers = (inter for _, inter in _messages(node.reshape(shape.ring, -1, tensor)))
     keys = gather if shape.method == Method.GATHER else ring
@@ -376,9 +375,7 @@ class Communication:
 
     def _kv_heads(self, shape: GroupShape) -> int:
         """Key/value heads sent when every Ulysses rank gets as many as the one whose query heads read most."""
-        shared = self.model.heads // self.model.kv_heads
-        ranges = even_ranges(self.model.heads, shape.ulysses)
-        return shape.ulysses * max(-(-high // shared) - low // shared for low, high in ranges)
+        return shape.ulysses * kv_heads_per_rank(self.model.heads, self.model.kv_heads, shape.ulysses)
 
     def _kv_values(self, shape: GroupShape) -> float:
         """Values of K and V per token and layer that a Ulysses rank holds."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from seqloom.plan import Checkpoint
+from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile, Curve
@@ -65,6 +66,12 @@ def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
 def query_width(model: ModelSpec) -> int:
     """Values per token of all query heads together."""
     return model.heads * model.head_dim
+
+
+def kv_heads_per_rank(heads: int, kv_heads: int, ulysses: int) -> int:
+    """Key/value heads of the Ulysses rank whose query heads read most of them."""
+    shared = heads // kv_heads
+    return max(-(-high // shared) - low // shared for low, high in even_ranges(heads, ulysses))
 
 
 def kv_width(model: ModelSpec) -> int:

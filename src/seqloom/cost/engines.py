@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.cost.communication import (
+    MIB,
     Communication,
     Flow,
     cp_model,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.plan import LayerRange
 
-MIB = 1024**2
 DEVICE_SHARE = 0.9  # of the device's memory, when no budget is given
 
 

@@ -28,12 +28,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from seqloom.cost.compute import kv_width, layer_values, query_width
+from seqloom.cost.communication import ACTIVATION_BYTES, KV_GRADIENT_BYTES
+from seqloom.cost.compute import kv_heads_per_rank, kv_width, layer_values, query_width
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, LayerRange, Limits, Reduce
-from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,6 @@ GIB = 1024**3
 PARAMETER_BYTES = 2
 OPTIMISER_BYTES = 12
 GRADIENT_BYTES = 4
-KEY_BYTES, KEY_GRADIENT_BYTES = 2, 4  # keys and values in bf16; their gradients are sums of many pieces: float32
 CHUNK_LOGIT_BYTES = 6  # bf16 logits turned into their gradient in place, and a float32 softmax
 HOST_GB_S = 20.0
 """GB/s of a GPU to and from pinned host memory, in one direction: 16 lanes of PCIe 4 carry 25 to 28 when nothing else
@@ -68,67 +67,6 @@ class ActivationBytes(NamedTuple):
     def peak(self) -> float:
         """Most bytes per token while nothing else is in flight."""
         return self.held + max(self.forward, self.backward)
-
-
-class MemoryModel(Protocol):
-    """Bytes of a rank under one kind of profile."""
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of a rank in no stage: under free sharding, its part of the optimiser's state."""
-        ...
-
-    def fixed_bytes(self, policy: MemoryPolicy) -> int:
-        """Bytes before any token, in plans of one stage."""
-        ...
-
-    def token_bytes(self, policy: MemoryPolicy) -> float:
-        """Bytes that each token on a rank adds, in plans of one stage."""
-        ...
-
-    def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
-        """Parameters, gradients and optimiser of a pipeline stage, sharded over so many ranks."""
-        ...
-
-    def working_bytes(self, layers: LayerRange) -> int:
-        """Buffers of a rank of a pipeline stage: once per rank, however many stages it has."""
-        ...
-
-    def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
-        """Activations per token of a micro-batch on a stage."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AdditiveMemory:
-    """Published memory: one state, so many bytes per token; stages share both by their layers."""
-
-    state: int  # of one rank, sharded over `shard_ranks`
-    shard_ranks: int
-    bytes_per_token: float
-    idle_bytes: int = 0
-
-    def fixed_bytes(self, policy: MemoryPolicy) -> int:
-        """The state."""
-        return self.state
-
-    def token_bytes(self, policy: MemoryPolicy) -> float:
-        """Activations."""
-        return self.bytes_per_token
-
-    def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
-        """The share of the layers, sharded anew."""
-        return -(-self.state * self.shard_ranks * (layers.stop - layers.first) // (layers.model_layers * shard_ranks))
-
-    def working_bytes(self, layers: LayerRange) -> int:
-        """None."""
-        return 0
-
-    def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
-        """The share of the layers."""
-        each = self.bytes_per_token * (layers.stop - layers.first) / layers.model_layers
-        held, twice = (0.0, 2 * each) if offload else (each, 0.0)
-        return ActivationBytes(held, twice, twice, each, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +97,11 @@ class AnalyticMemory:
 
     @property
     def idle_bytes(self) -> int:
-        """The rank's part of master, moments and gradient under free sharding."""
+        """Bytes of a rank in no stage: under free sharding, its part of master, moments and gradient."""
         return -(-(OPTIMISER_BYTES + GRADIENT_BYTES) * self.parameters // self.owners) if self.owners else 0
 
     def fixed_bytes(self, policy: MemoryPolicy) -> int:
-        """State, gathered parameters, a chunk of logits, and what the device and its communicators take.
+        """Bytes before any token in plans of one stage: state, gathered parameters and working bytes.
 
         Two layers are gathered at a time (one computes, one is fetched) beside embedding and head. Reducing every
         round also holds two layers' whole gradients, reducing once per step a whole gradient.
@@ -178,11 +116,11 @@ class AnalyticMemory:
         return state + gathered + GRADIENT_BYTES * gradients + self.working_bytes(layers)
 
     def token_bytes(self, policy: MemoryPolicy) -> float:
-        """Activations of all layers."""
+        """Bytes that each token on a rank adds in plans of one stage: activations of all layers."""
         return self.activation_bytes(self._all_layers, policy.checkpoint, False).peak
 
     def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
-        """Whole copy and gradient, the rest over the shard group; under free sharding only the first two."""
+        """State of a pipeline stage: whole copy and gradient, the rest over the shard group unless sharding is free."""
         parameters = layer_parameters(self.model, self.context, layers, self.tensor)
         state, shards = (PARAMETER_BYTES + GRADIENT_BYTES) * parameters, max(1, shard_ranks // self.tensor)
         if self.owners:
@@ -191,7 +129,7 @@ class AnalyticMemory:
         return state + -(-sharded * parameters // shards)
 
     def working_bytes(self, layers: LayerRange) -> int:
-        """A chunk of logits on the last stage, and what the device and its communicators take.
+        """Buffers of a rank, however many stages it has: a chunk of logits on the last, the device, communicators.
 
         Under free sharding also the rank's part of the optimiser's state, and two layers' gradients packed to be sent.
         """
@@ -204,8 +142,9 @@ class AnalyticMemory:
         return 2 * max(self.model.layer_parameters(k, self.tensor) for k in range(layers.first, layers.stop))
 
     def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
-        """Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of a layer.
+        """Activations per token of a micro-batch on a stage.
 
+        Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of a layer.
         These are q, k, v and output sent and received; two K/V pairs in bf16 and two in float32 for a ring; and
         partial sums of tensor ranks sent and received.
         """
@@ -230,6 +169,42 @@ class AnalyticMemory:
         held, twice = (0.0, 2.0 * kept) if offload else (float(kept), 0.0)
         split = deferred if recomputes else 0.0
         return ActivationBytes(held, busy + forward + twice, busy + recomputed + twice, deferred, split)
+
+
+@dataclass(frozen=True, slots=True)
+class AdditiveMemory:
+    """The same of published constants: one state, so many bytes per token; stages share both by their layers."""
+
+    state: int  # of one rank, sharded over `shard_ranks`
+    shard_ranks: int
+    bytes_per_token: float
+    idle_bytes: int = 0
+
+    def fixed_bytes(self, policy: MemoryPolicy) -> int:
+        """The state."""
+        return self.state
+
+    def token_bytes(self, policy: MemoryPolicy) -> float:
+        """Activations."""
+        return self.bytes_per_token
+
+    def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
+        """The share of the layers, sharded anew."""
+        return -(-self.state * self.shard_ranks * (layers.stop - layers.first) // (layers.model_layers * shard_ranks))
+
+    def working_bytes(self, layers: LayerRange) -> int:
+        """None."""
+        return 0
+
+    def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
+        """The share of the layers."""
+        each = self.bytes_per_token * (layers.stop - layers.first) / layers.model_layers
+        held, twice = (0.0, 2 * each) if offload else (each, 0.0)
+        return ActivationBytes(held, twice, twice, each, 0.0)
+
+
+MemoryModel = AnalyticMemory | AdditiveMemory
+"""Bytes of a rank under either kind of profile."""
 
 
 # -- pipeline stages ------------------------------------------------------------
@@ -265,11 +240,9 @@ def kv_cache_bytes(cost: CostModel, layers: LayerRange, group: Group, tokens: in
     heads read.
     """
     model, tensor = cost.model, cost.tensor
-    shared = model.heads // model.kv_heads
-    ranges = even_ranges(model.heads // tensor, group.ulysses // tensor)
-    heads = max(-(-high // shared) - low // shared for low, high in ranges)
+    heads = kv_heads_per_rank(model.heads // tensor, model.kv_heads // tensor, group.ulysses // tensor)
     values = 2 * heads * model.head_dim * -(-tokens // group.ring) * (layers.stop - layers.first)
-    return KEY_BYTES * values, KEY_GRADIENT_BYTES * values
+    return ACTIVATION_BYTES * values, KV_GRADIENT_BYTES * values
 
 
 def offload_ns(size: float) -> int:

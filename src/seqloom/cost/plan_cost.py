@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.cost.communication import RemapTimes, nic_load
-from seqloom.cost.resharding import dp_cp_size, exposed_reshard_ns, one_stage_bytes, unshard_ns, unshard_times_by_stage
+from seqloom.cost.resharding import exposed_reshard_ns, unshard_ns, unshard_times_by_stage
 from seqloom.cost.shapes import COST_COLUMNS, STREAMS, MemoryPolicy
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, LayerRange, Sharding
+from seqloom.plan import Group, LayerRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from seqloom.cost.model import CostModel
-    from seqloom.plan import Pipeline, Plan, StageMicroBatch
+    from seqloom.plan import Plan, StageMicroBatch
 
 ONCE = ("fixed", "gather", "reduce")
 """Parts that a rank has once in a round."""
@@ -65,10 +65,6 @@ class RoundTimes:
     member_rank: np.ndarray  # [members]
     member_group: np.ndarray  # [members] index in `StageMicroBatch.groups`
     member_ns: np.ndarray  # [members] a rank's members add up to its `rank_ns`
-
-    def part(self, name: str) -> np.ndarray:
-        """int64[ranks] ns of one part of `CostBreakdown`."""
-        return self.parts[:, COST_COLUMNS.index(name)]
 
     @property
     def busy_ns(self) -> np.ndarray:
@@ -167,34 +163,32 @@ def rank_times(
     """
     column = {name: table[:, index] for index, name in enumerate(COST_COLUMNS)}
     serial = table[:, columns(name for name in STREAMS[0] if name not in ONCE)].sum(axis=1)
-    exposed = np.maximum(column["ring"] - column["attention"] - column["steps"], 0)
-    filler = np.zeros(len(parts), dtype=np.int64)
+    exposed = np.maximum(column["ring"] - column["attention"] - column["steps"], 0)[group]
+    filler, of_groups, total = np.zeros((3, len(parts)), dtype=np.int64)
     np.add.at(filler, rank, np.where(local, column["attention"], 0)[group])
-    order = np.argsort(rank, kind="stable")
-    first = np.append(True, rank[order][1:] != rank[order][:-1]) if len(order) else np.zeros(0, dtype=bool)
-    before, upto = _running_sums(exposed[group][order], first)
-    hidden = filler[rank[order]]
-    member = serial[group][order] + np.maximum(upto - hidden, 0) - np.maximum(before - hidden, 0)
+    before, hidden = sums_before(rank, exposed), filler[rank]
+    member = serial[group] + np.maximum(before + exposed - hidden, 0) - np.maximum(before - hidden, 0)
+    first, last = np.full((2, len(parts)), -1)
+    first[rank[::-1]], last[rank] = np.arange(len(rank))[::-1], np.arange(len(rank))
+    at_work = np.flatnonzero(last >= 0)
     own = parts[:, columns(("fixed", *BY_LINEAR_LAYOUT))].sum(axis=1)
-    of_groups = np.zeros(len(parts), dtype=np.int64)
     np.add.at(of_groups, rank, table[:, columns(BY_LINEAR_LAYOUT)].sum(axis=1)[group])
-    member[first] += (own - of_groups)[rank[order][first]]
-    total = np.zeros(len(parts), dtype=np.int64)
-    np.add.at(total, rank[order], member)
-    floor = parts[:, columns(STREAMS[2])].sum(axis=1)
-    last = np.append(first[1:], True) if len(first) else first
-    member[last] += np.maximum(floor - total, 0)[rank[order][last]]
-    member_ns = np.empty_like(member)
-    member_ns[order] = member
-    return np.where(np.isin(np.arange(len(parts)), rank), np.maximum(total, floor), 0), member_ns
+    member[first[at_work]] += (own - of_groups)[at_work]
+    np.add.at(total, rank, member)
+    waiting = np.maximum(parts[:, columns(STREAMS[2])].sum(axis=1) - total, 0)
+    member[last[at_work]] += waiting[at_work]
+    total[at_work] += waiting[at_work]
+    return total, member
 
 
-def _running_sums(values: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums within every run that begins at `first`: before each entry, and with it."""
-    upto = np.cumsum(values)
-    start = np.flatnonzero(first)
-    base = np.repeat((upto - values)[start], np.diff(np.append(start, len(values))))
-    return upto - values - base, upto - base
+def sums_before(rank: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """int64[members]: sum of the values of the rank's earlier members."""
+    order = np.argsort(rank, kind="stable")
+    sums = np.cumsum(values[order]) - values[order]
+    _, first = np.unique(rank[order], return_index=True)
+    before = np.empty_like(sums)
+    before[order] = sums - np.repeat(sums[first], np.diff(np.append(first, len(rank))))
+    return before
 
 
 def _linear_layout_costs(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy) -> tuple[np.ndarray, RemapTimes]:
@@ -316,7 +310,7 @@ def round_components(
     return component, joined
 
 
-# -- plans of one-stage pipelines -----------------------------------------------
+# -- plans ----------------------------------------------------------------------
 
 
 def plan_ns(cost: CostModel, plan: Plan) -> int:
@@ -328,14 +322,13 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
             )
     shard_group_of = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
     ready = np.zeros(len(plan.shard_groups), dtype=np.int64)
-    overhead, overlap_windows = 0, []
+    overlap_windows = []
     for pipeline in plan.pipelines:  # they are on disjoint shard groups, so their order is free
-        own, meeting = cost.with_tensor(pipeline.stages[0].tensor), _meeting_ranks(cost, pipeline)
-        shortest = []
+        own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
+        meeting = pipeline.stages[0].ranks if unshard_times_by_stage(cost, pipeline) else ()
         for current in pipeline.rounds:
             work = current.by_stage[0]
             policy = MemoryPolicy(work.checkpoint, plan.reduce, bool(meeting))
-            overhead = max(overhead, own.step_overhead_ns(policy))
             component, joined = round_components(work, shard_group_of, meeting)
             times = own.round_times(work, policy).component_ns(component)
             shortest.append(int(times.min()))
@@ -345,28 +338,23 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
         overlap_windows.append((shortest[0], shortest[-1]) if shortest else (0, 0))
         if meeting:
             ready[list({shard_group_of[rank] for rank in meeting})] += unshard_ns(cost, pipeline)
-    return int(ready.max(initial=0)) + overhead + exposed_reshard_ns(cost, plan.pipelines, overlap_windows)
+    exposed = exposed_reshard_ns(cost, plan.pipelines, overlap_windows)
+    return int(ready.max(initial=0)) + step_overhead(plan, cost)[0] + exposed
 
 
-def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarray:
-    """int64[ranks]: peak bytes of the ranks of a pipeline of one stage over its rounds, 0 of all others.
-
-    Where parameters are sharded over all ranks, a single pipeline is all there is.
-    """
-    own, peak = cost.with_tensor(pipeline.stages[0].tensor), np.zeros(cost.ranks, dtype=np.int64)
-    for work in (current.by_stage[0] for current in pipeline.rounds):
-        policy, tokens = MemoryPolicy(work.checkpoint, plan.reduce), tokens_on_ranks(own, work)
-        if _meeting_ranks(cost, pipeline):
-            used = one_stage_bytes(own, dp_cp_size(pipeline.stages[0]), work.checkpoint, tokens)
-        else:
-            activations = np.ceil(tokens * own.memory.token_bytes(policy)).astype(np.int64)
-            used = own.memory.fixed_bytes(policy) + activations
-        peak = np.maximum(peak, used)
-    if len(plan.pipelines) > 1 or plan.sharding == Sharding.FREE:
-        peak[np.setdiff1d(np.arange(cost.ranks), pipeline.ranks)] = 0
-    return peak
-
-
-def _meeting_ranks(cost: CostModel, pipeline: Pipeline) -> tuple[int, ...]:
-    """Ranks of the only stage where they meet in every pass, because it is unsharded for it; else ()."""
-    return pipeline.stages[0].ranks if unshard_times_by_stage(cost, pipeline) else ()
+def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
+    """(ns, of that communication) of the end of a step on the slowest pipeline rank, whatever the rounds."""
+    costs = [(0, 0)]
+    for pipeline in plan.pipelines:
+        if len(pipeline.stages) > 1:
+            for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
+                stages = pipeline.stages_of(pp_rank)  # of one tensor degree, or priced by that of the first
+                own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
+                narrowest = min(map(len, plan.limits.shard_groups(plan.sharding, ranks)))
+                costs.append(own.stage_overhead_ns([pipeline.layer_ranges[s] for s in stages], len(ranks), narrowest))
+            continue
+        own, resident = cost.with_tensor(pipeline.stages[0].tensor), bool(unshard_times_by_stage(cost, pipeline))
+        for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
+            policy = MemoryPolicy(checkpoint, plan.reduce, resident)
+            costs.append((own.step_overhead_ns(policy), own.step_communication_ns(policy)))
+    return max(costs)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from seqloom.errors import SeqloomError, unknown_name
+from seqloom.reader import parse_json, read_list, read_object, read_string, refuse
 
 
 class Profile:
@@ -172,46 +173,36 @@ MAY_BE_ZERO = ("_us", "_ms", "workspace_gib", "overlap")  # costs that may be ab
 
 def parse_profile(text: str, where: str) -> AdditiveProfile | AnalyticProfile:
     """Decode one profile; ``where`` names it in messages."""
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise SeqloomError(f"profile {where} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise SeqloomError(f"{where}: a profile is a JSON object, not {type(data).__name__}")
-    kind = data.pop("kind", None)
+    data = parse_json(text, where)
+    kind = data.pop("kind", None) if isinstance(data, dict) else refuse(data, where, "a JSON object")
     if kind not in KINDS:
         raise SeqloomError(f"{where}: kind is {kind!r}; it must be one of {', '.join(KINDS)}")
     return _read(KINDS[kind], data, where)
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """Check one value against its type."""
+    """Read one value by its type."""
     if is_dataclass(kind):
-        return _read_dataclass(kind, _expect(value, dict, where), where)
+        return _read_dataclass(kind, value, where)
     origin, inner = get_origin(kind), get_args(kind)
     if origin is tuple:
-        items = _expect(value, list, where)
-        kinds = [inner[0]] * len(items) if inner[-1] is Ellipsis else inner
-        if len(items) != len(kinds):
-            raise SeqloomError(f"{where}: expected {len(kinds)} values, not {len(items)}")
-        return tuple(_read(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(items))
+        kinds = itertools.repeat(inner[0]) if inner[-1] is Ellipsis else iter(inner)
+        if inner[-1] is not Ellipsis and (not isinstance(value, list) or len(value) != len(inner)):
+            refuse(value, where, f"{len(inner)} values")
+        return read_list(value, where, lambda item, place: _read(next(kinds), item, place))
     if origin is dict:
-        table = _expect(value, dict, where)
+        table = value if isinstance(value, dict) else refuse(value, where, "a JSON object")
         return {_key(inner[0], key, where): _read(inner[1], entry, f"{where}.{key}") for key, entry in table.items()}
-    return _expect(value, str, where) if kind is str else _number(kind, value, where)
+    return read_string(value, where) if kind is str else _number(kind, value, where)
 
 
-def _read_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
+def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     """Build a dataclass from a mapping with exactly its keys."""
     by_key = {JSON_KEYS.get(field.name, field.name): field for field in fields(kind)}
-    for key in data:
-        if key not in by_key:
-            raise unknown_name(f"key in {where}:", str(key), by_key)
-    missing = [key for key, field in by_key.items() if key not in data and field.default is MISSING]
-    if missing:
-        raise SeqloomError(f"{where}: missing {', '.join(missing)}")
+    needed = [key for key, field in by_key.items() if field.default is MISSING]
+    data = read_object(value, where, needed, [key for key in by_key if key not in needed])
     types = _type_hints(kind)
-    values = {key: _read(types[by_key[key].name], value, f"{where}.{key}") for key, value in data.items()}
+    values = {key: _read(types[by_key[key].name], entry, f"{where}.{key}") for key, entry in data.items()}
     for share in SHARES:
         if values.get(share, 0) > 1:
             raise SeqloomError(f"{where}.{share} is {values[share]}; it is a share, from 0 to 1")
@@ -224,13 +215,6 @@ def _read_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
 
 
 _type_hints = cache(get_type_hints)
-
-
-def _expect(value: Any, kind: type, where: str) -> Any:
-    if not isinstance(value, kind):
-        name = {dict: "object", list: "list", str: "string"}[kind]
-        raise SeqloomError(f"{where} is {value!r}; expected a JSON {name}")
-    return value
 
 
 def _key(kind: type, key: str, where: str) -> Any:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from seqloom.cost.communication import nodes_and_nics
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES, stage_parameters
 from seqloom.plan import ActionKind, LayerRange, Sharding
 from seqloom.plan.pipeline import ShardCollective, reshard_after_forward_stages, shard_collectives
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from seqloom.cost.communication import Communication
     from seqloom.cost.model import CostModel
-    from seqloom.describe import Cluster
     from seqloom.plan import Checkpoint, Pipeline, Stage
 
 FORWARD, BACKWARD = 1 / 5, 1 / 2
@@ -61,7 +61,7 @@ def exposed_reshard_ns(
 ) -> int:
     """Exposed resharding time of a step, ns.
 
-    Bundles go in the order in which they are needed, and a layer waits for its own. So the embedding and the first
+    Buckets go in the order in which they are needed, and a layer waits for its own. So the embedding and the first
     layer hide behind nothing, and the rest hides behind the first stage's computing until its last layer: that stage
     begins the step and ends it. Of the first round's time only a fifth counts as forward, the least share that any part
     of a round has, and of the last round's one half as backward; nothing, where weight halves (W) come last. The
@@ -80,9 +80,7 @@ def exposed_reshard_ns(
     for pipeline, (first, last) in zip(pipelines, overlap_windows, strict=True):
         layers = pipeline.stages[0].layers[1]
         whole = all(action.kind != ActionKind.W for action in pipeline.actions[0])
-        if reshard_after_forward_stages(
-            pipeline
-        ):  # a pass waits for all shares of a stage, which have their gradients at the end
+        if reshard_after_forward_stages(pipeline):  # a pass waits for all shares; gradients come at its end
             first = last = 0
         forward.append(FORWARD * first * (layers - 1) / layers)
         backward.append(BACKWARD * last * (layers - 1) / layers if whole else 0.0)
@@ -100,17 +98,17 @@ def _reshard_times(
     if cost.sharding != Sharding.FREE or cost.ranks == 1:
         return ReshardTimes(0.0, 0.0, 0.0, 0.0)
     everything, early = resident_parameters(cost, pipelines, per_pass)
-    bundles = cost.model.layers + 2
+    buckets = cost.model.layers + 2
     before, first, after, last = (
         _two_hop_ns(cost.links, parameters, size, calls)
         for size in (PARAMETER_BYTES, GRADIENT_BYTES)
-        for parameters, calls in ((everything, bundles), (early, 2))
+        for parameters, calls in ((everything, buckets), (early, 2))
     )
     return ReshardTimes(before, after, first, last)
 
 
 def _two_hop_ns(links: Communication, resident: ResidentParameters, size: int, calls: int) -> float:
-    """ns of resharding elements of `size` bytes one way, in `calls` bundles: across the network, then inside a node.
+    """ns of resharding elements of `size` bytes one way, in `calls` buckets: across the network, then inside a node.
 
     There are ``W`` ranks in nodes of ``G``. Rank ``r`` of node ``n`` computes with ``h(r)`` parameters, its node with
     ``d(n)`` different ones. Of what ``k`` ranks of the node want, ``1 / k`` lands on each: ``l(r)`` in all, which add
@@ -126,7 +124,7 @@ def _two_hop_ns(links: Communication, resident: ResidentParameters, size: int, c
     and the other way round after the step: gradients are summed inside the node, then they cross. So an element
     crosses the network once for every node that wants it. With one node, or where no two ranks of a node want the same,
     the second hop has nothing. A hop lasts as long as its busiest NVLink port or NIC, and hops follow each other. Each
-    bundle (one for every layer, one for the embedding and one for norm and head) has the latency of its hops.
+    bucket (one for every layer, one for the embedding and one for norm and head) has the latency of its hops.
     """
     cluster = links.cluster
     ranks, width = cluster.ranks, cluster.gpus_per_node
@@ -134,7 +132,7 @@ def _two_hop_ns(links: Communication, resident: ResidentParameters, size: int, c
     near = max(float(resident.rank.max()) * (width - 1), float((node - resident.rank).max())) / ranks
     sent = resident.node.sum() - np.repeat(resident.node, width)
     received = (resident.rank - resident.others) * (ranks - width)
-    nic = _nics(cluster, np.arange(ranks))
+    nic = nodes_and_nics(range(ranks), cluster.nic_of_gpu)[1]
     far = max(float(np.bincount(nic, each).max()) for each in (received, sent)) / ranks
     onward = float(resident.others.max()) * (ranks - width) / ranks
     link_ns, nic_ns = links.message_ns(size, "all_to_all")
@@ -142,12 +140,6 @@ def _two_hop_ns(links: Communication, resident: ResidentParameters, size: int, c
     if onward > 0:
         latency += links.latency("all_to_all", False, (width - 1).bit_length())
     return max(near * link_ns, far * nic_ns) + onward * link_ns + calls * latency
-
-
-def _nics(cluster: Cluster, ranks: np.ndarray) -> np.ndarray:
-    """int64[n]: number in the cluster of the NIC near each rank."""
-    width = cluster.gpus_per_node
-    return ranks // width * cluster.nics_per_node + np.asarray(cluster.nic_of_gpu)[ranks % width]
 
 
 class ResidentParameters(NamedTuple):
@@ -279,14 +271,14 @@ def unshard_times(cost: CostModel, stage: Stage, layers: LayerRange) -> UnshardT
 
     The ranks of a stage with the same tensor slice share its parameters. Before a pass each sends its share to the
     others, in bf16; in a backward it sends them their shares of its gradients, in float32, as soon as a layer has them.
-    Messages go straight from rank to rank, in one bundle for every layer, one for the embedding and one for norm and
+    Messages go straight from rank to rank, in one bucket for every layer, one for the embedding and one for norm and
     head. Computing waits for them, so nothing is hidden.
     """
     shares = dp_cp_size(stage)
     if shares == 1:
         return UnshardTimes(0, 0)
-    links, cluster, ranks = cost.links, cost.cluster, np.array(stage.ranks)
-    node, index = ranks // cluster.gpus_per_node, np.arange(len(ranks)) % stage.tensor
+    links, cluster = cost.links, cost.cluster
+    (node, nic), index = nodes_and_nics(stage.ranks, cluster.nic_of_gpu), np.arange(len(stage.ranks)) % stage.tensor
     near = ((node[:, None] == node) & (index[:, None] == index)).sum(axis=1) - 1
     far = shares - 1 - near
     share = stage_parameters(cost, layers, stage.tensor) / shares
@@ -295,7 +287,7 @@ def unshard_times(cost: CostModel, stage: Stage, layers: LayerRange) -> UnshardT
     times = []
     for size in (PARAMETER_BYTES, GRADIENT_BYTES):
         link_ns, nic_ns = links.message_ns(size * share, "all_to_all")
-        busiest = max(int(near.max()) * link_ns, float(np.bincount(_nics(cluster, ranks), far).max()) * nic_ns)
+        busiest = max(int(near.max()) * link_ns, float(np.bincount(nic, far).max()) * nic_ns)
         times.append(int(np.rint(busiest + calls * latency)))
     return UnshardTimes(*times)
 
@@ -325,9 +317,8 @@ class UnshardMemory(NamedTuple):
             return cls((PARAMETER_BYTES + GRADIENT_BYTES) * parameters, 0, 0, 0, 0)
         own_head = head if layers.has_head else 0
         each = [cost.model.layer_parameters(layer, cost.tensor) for layer in range(layers.first, layers.stop)]
-        packed = (
-            2 * max(0, head - max(each)) if layers.has_embedding or layers.has_head else 0
-        )  # a layer's is in the working bytes
+        table = head if layers.has_embedding or layers.has_head else 0
+        packed = 2 * max(0, table - max(each))  # beyond a layer's, which is in the working bytes
         return cls(
             always=(PARAMETER_BYTES + GRADIENT_BYTES) * -(-parameters // shares) + GRADIENT_BYTES * own_head,
             copies=PARAMETER_BYTES * parameters,
@@ -335,23 +326,6 @@ class UnshardMemory(NamedTuple):
             rest=GRADIENT_BYTES * (parameters - sum(each) - own_head + packed),
             halves=GRADIENT_BYTES * (parameters - own_head),
         )
-
-
-def one_stage_bytes(cost: CostModel, shares: int, checkpoint: Checkpoint, tokens: np.ndarray) -> np.ndarray:
-    """int64[n] bytes of ranks with so many tokens in a round, of a pipeline of one stage unsharded for every pass.
-
-    Args:
-        cost: prices, of the stage's tensor parallel degree.
-        shares: ranks that share its parameters.
-        checkpoint: of the round.
-        tokens: int64[n].
-    """
-    layers = LayerRange(0, cost.model.layers, cost.model.layers)
-    unsharded = UnshardMemory.of(cost, layers, shares)
-    held, forward, backward, *_ = cost.memory.activation_bytes(layers, checkpoint, offload=False)
-    begins = np.maximum(tokens * (held + forward), tokens * (held + backward) + unsharded.layer)
-    most = np.maximum(begins, tokens * backward + unsharded.layer + unsharded.rest)
-    return cost.memory.working_bytes(layers) + unsharded.always + unsharded.copies + np.ceil(most).astype(np.int64)
 
 
 def microbatch_tokens(cost: CostModel, layers: LayerRange, shares: int, checkpoint: Checkpoint, in_flight: int) -> int:

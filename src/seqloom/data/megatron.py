@@ -17,53 +17,43 @@ from __future__ import annotations
 import struct
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from seqloom.data.source import Source, check_ids
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 """numpy type of every code. 6 and 7 are no ids."""
 
-Unit = Literal["document", "sequence"]
-
 
 class MegatronSource(Source):
     """A .bin / .idx pair in which the loss counts every token but the first of a document.
 
-    Attributes:
-        empty: documents of the index without tokens, which are left out.
+    A document is all sequences of one of Megatron's documents, one after the other; those without tokens are left out.
     """
 
-    def __init__(self, prefix: str | Path, *, vocabulary: int, unit: Unit = "document") -> None:
+    def __init__(self, prefix: str | Path, *, vocabulary: int) -> None:
         """Map the files that `prefix` names without a suffix, or by one of them.
 
-        The files do not say below what `vocabulary` their ids are. With `unit` "sequence" every sequence becomes a
-        document, otherwise all sequences of one of Megatron's documents, one after the other.
+        The files do not say below what `vocabulary` their ids are.
         """
-        if unit not in ("document", "sequence"):
-            raise unknown_name("unit", unit, ("document", "sequence"))
         if vocabulary < 1:
             raise SeqloomError(f"a vocabulary of {vocabulary}; it needs at least one id")
         self.prefix = without_suffix(prefix)
-        self._unit: Unit = unit
         index, data = (self.prefix.with_name(self.prefix.name + suffix) for suffix in (".idx", ".bin"))
         for path in (index, data):
             if not path.is_file():
                 raise SeqloomError(f"{str(path)!r} does not exist; a Megatron data set is a .bin and an .idx file")
         self._dtype, sizes, offsets, documents = _read_index(index)
-        if unit == "sequence":
-            documents = np.arange(len(sizes) + 1)
         nonempty = sizes > 0  # a document without its empty sequences is the same document
         documents = np.concatenate([[0], np.cumsum(nonempty)])[documents]
         self._offsets = offsets[nonempty]
         self._token_starts = np.concatenate([[0], np.cumsum(sizes[nonempty], dtype=np.int64)])
         filled = documents[1:] > documents[:-1]
-        self.empty = int((~filled).sum())
         self._first_sequences = documents[:-1][filled]
         lengths = self._token_starts[documents[1:][filled]] - self._token_starts[self._first_sequences]
         self._bytes = _map_data(data, self._dtype, self._offsets, sizes[nonempty])
@@ -85,7 +75,7 @@ class MegatronSource(Source):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path: another process maps the files itself."""
-        return partial(MegatronSource, self.prefix, vocabulary=self.vocabulary, unit=self._unit), ()
+        return partial(MegatronSource, self.prefix, vocabulary=self.vocabulary), ()
 
 
 def without_suffix(path: str | Path) -> Path:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -44,26 +44,23 @@ TextUnit = Literal["line", "file"]
 # ---- Tokenizers
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokenizer:
     """Text to ids. A document is `begin`, the ids of its text, `end`."""
 
+    encode: Callable[[Sequence[str]], list[np.ndarray]]
+    """Returns the ids of every text, without `begin` and `end`; integers[n] each."""
     vocabulary: int  # ids are below this
     begin: tuple[int, ...]
     end: tuple[int, ...]
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of every text, without `begin` and `end`; integers[n] each."""
-        ...
-
-    def metadata(self) -> dict[str, Any]:
-        """Return the entry of meta.json: kind, name, digest, begin and end. Equal for equal tokenizers."""
-        ...
+    metadata: dict[str, Any]
+    """The entry of meta.json: kind, name, digest, begin and end. Equal for equal tokenizers."""
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """Load a tokenizer by name: `bytes`, the path of a tokenizer.json, or of a Hugging Face folder."""
     if str(name) == BYTES:
-        return ByteTokenizer()
+        return _byte_tokenizer()
     path = Path(name)
     if path.is_dir():
         return _load_folder(path)
@@ -75,75 +72,16 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     )
 
 
-class ByteTokenizer:
+def _byte_tokenizer() -> Tokenizer:
     """Ids 0 .. 255 are the bytes of UTF-8, 256 ends a document."""
 
-    vocabulary = 257
-    begin: tuple[int, ...] = ()
-    end: tuple[int, ...] = (256,)
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the UTF-8 bytes of every text, uint8[n] each."""
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
-    def metadata(self) -> dict[str, Any]:
-        """See `Tokenizer.metadata`."""
-        return {"kind": "bytes", "begin": [], "end": list(self.end)}
+    return Tokenizer(encode, 257, (), (256,), {"kind": "bytes", "begin": [], "end": [256]})
 
 
-class TrainedTokenizer:
-    """A tokenizer of another package. `begin` and `end` are what its own template puts around a text."""
-
-    def __init__(
-        self, kind: str, path: Path, tokenizer: Any, encode: Callable[[list[str], bool], list[list[int]]], content: str
-    ) -> None:
-        """Wrap `tokenizer`, read from `path`.
-
-        `encode(texts, special)` returns the ids of every text, with or without special ones; `content` is everything
-        that decides about ids, as text.
-        """
-        self._kind, self._name, self._tokenizer, self._call = kind, path.absolute().name, tokenizer, encode
-        self._sha256 = hashlib.sha256(content.encode()).hexdigest()
-        words: dict[str, int] = tokenizer.get_vocab()
-        if not words:
-            raise SeqloomError(f"tokenizer {str(path)!r} has an empty vocabulary; pass a trained one")
-        self.vocabulary = max(words.values()) + 1
-        self.begin, self.end = self._find_template(words, str(path))
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of every text, int64[n] each."""
-        return [np.array(ids, dtype=np.int64) for ids in self._encode(list(texts), special=False)]
-
-    def metadata(self) -> dict[str, Any]:
-        """See `Tokenizer.metadata`."""
-        template = {"begin": [*self.begin], "end": [*self.end]}
-        return {"kind": self._kind, "name": self._name, "sha256": self._sha256, **template}
-
-    def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        try:
-            return self._call(texts, special)
-        except Exception as error:  # the packages raise bare Exception, for an unknown word for example
-            raise SeqloomError(
-                f"tokenizer {self._name!r} cannot encode a text ({error}); pass one that knows every character"
-            ) from None
-
-    def _find_template(self, words: dict[str, int], name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids before and after a text: encode words with and without special ids and compare."""
-        [special] = self._encode([""], special=True)
-        for probe in ("a", *sorted(words, key=lambda word: words[word])[:PROBES]):
-            try:
-                [plain], [full] = self._encode([probe], special=False), self._encode([probe], special=True)
-            except SeqloomError:
-                continue  # no text by itself
-            if not plain or set(plain) & set(special):
-                continue
-            for start in range(len(full) - len(plain) + 1):
-                if full[start : start + len(plain)] == plain:
-                    return tuple(full[:start]), tuple(full[start + len(plain) :])
-        raise SeqloomError(f"tokenizer {name!r} gives no ids for its own words; pass a trained one")
-
-
-def _load_json(path: Path) -> TrainedTokenizer:
+def _load_json(path: Path) -> Tokenizer:
     """Load a tokenizer.json of the package tokenizers."""
     tokenizers = import_extra(f"tokenizer {str(path)!r}", "hf", "tokenizers", otherwise=", or use bytes")
     try:
@@ -156,10 +94,10 @@ def _load_json(path: Path) -> TrainedTokenizer:
     def encode(texts: list[str], special: bool) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=special)]
 
-    return TrainedTokenizer("tokenizers", path, tokenizer, encode, tokenizer.to_str())
+    return _trained_tokenizer("tokenizers", path, encode, tokenizer.get_vocab(), tokenizer.to_str())
 
 
-def _load_folder(path: Path) -> TrainedTokenizer:
+def _load_folder(path: Path) -> Tokenizer:
     """Load a Hugging Face tokenizer folder by transformers; no code of the folder is run.
 
     Where its template puts nothing after a text, `end` is its end-of-sequence token.
@@ -176,12 +114,68 @@ def _load_folder(path: Path) -> TrainedTokenizer:
     def encode(texts: list[str], special: bool) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
 
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    content = json.dumps(tokenizer.get_vocab(), sort_keys=True) if fast is None else fast.to_str()
-    trained = TrainedTokenizer("transformers", path, tokenizer, encode, content)
-    if not trained.end and tokenizer.eos_token_id is not None:
-        trained.end = (int(tokenizer.eos_token_id),)
-    return trained
+    words, fast = tokenizer.get_vocab(), getattr(tokenizer, "backend_tokenizer", None)
+    content = json.dumps(words, sort_keys=True) if fast is None else fast.to_str()
+    return _trained_tokenizer("transformers", path, encode, words, content, tokenizer.eos_token_id)
+
+
+def _trained_tokenizer(
+    kind: str,
+    path: Path,
+    encode: Callable[[list[str], bool], list[list[int]]],
+    words: dict[str, int],
+    content: str,
+    eos: int | None = None,
+) -> Tokenizer:
+    """Wrap a tokenizer of another package, read from `path`.
+
+    Args:
+        kind: the package.
+        path: file or folder.
+        encode: encode(texts, special) -> the ids of every text, with or without special ones.
+        words: the vocabulary.
+        content: everything that decides about ids, as text.
+        eos: id that ends a document where the tokenizer's own template has none.
+    """
+    if not words:
+        raise SeqloomError(f"tokenizer {str(path)!r} has an empty vocabulary; pass a trained one")
+    name = path.absolute().name
+
+    def call(texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        try:
+            return encode(list(texts), special)
+        except Exception as error:  # the packages raise bare Exception, for an unknown word for example
+            raise SeqloomError(
+                f"tokenizer {name!r} cannot encode a text ({error}); pass one that knows every character"
+            ) from None
+
+    begin, end = _find_template(call, words, str(path))
+    end = end or (() if eos is None else (int(eos),))
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    metadata = {"kind": kind, "name": name, "sha256": sha256, "begin": [*begin], "end": [*end]}
+
+    def encode_texts(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(ids, dtype=np.int64) for ids in call(texts)]
+
+    return Tokenizer(encode_texts, max(words.values()) + 1, begin, end, metadata)
+
+
+def _find_template(
+    call: Callable[..., list[list[int]]], words: dict[str, int], name: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids before and after a text: encode words with and without special ids and compare."""
+    [special] = call([""], special=True)
+    for probe in ("a", *sorted(words, key=lambda word: words[word])[:PROBES]):
+        try:
+            [plain], [full] = call([probe]), call([probe], special=True)
+        except SeqloomError:
+            continue  # no text by itself
+        if not plain or set(plain) & set(special):
+            continue
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return tuple(full[:start]), tuple(full[start + len(plain) :])
+    raise SeqloomError(f"tokenizer {name!r} gives no ids for its own words; pass a trained one")
 
 
 # ---- Records
@@ -422,7 +416,7 @@ def prepare(
         raise unknown_name("unit of text", unit, get_args(TextUnit))
     size = _check_vocabulary(tokenizer, vocabulary)
     counts = PrepareCounts()
-    metadata = None if tokenizer is None else tokenizer.metadata()
+    metadata = None if tokenizer is None else tokenizer.metadata
     with StoreWriter(out, vocabulary=size, tokenizer=metadata) as writer:
         for chunk in _chunks(paths, fields, unit, progress):
             counts.records += len(chunk)

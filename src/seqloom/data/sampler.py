@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Batch:
         if not isinstance(other, Batch):
             return NotImplemented
         mine, theirs = (self.documents, self.lengths, self.valid), (other.documents, other.lengths, other.valid)
-        return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        return all(map(np.array_equal, mine, theirs))
 
     def __hash__(self) -> int:
         """Hash the documents."""
@@ -108,7 +109,7 @@ class Sampler:
                 f"{int(self._lengths.max()):,}; raise the budget, or truncate or drop long documents"
             )
         self._lengths_sha256 = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
-        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._order: PackedBatches = lru_cache(maxsize=2)(packed or self._shuffle)
         self.epoch = 0
         """Epoch of the next batch."""
         self.position = 0
@@ -119,8 +120,6 @@ class Sampler:
     def next_batch(self) -> Batch:
         """Return the next batch and advance."""
         batch, self.epoch, self.position = self._batch_at(self.epoch, self.position)
-        for epoch in [epoch for epoch in self._orders if epoch < self.epoch]:
-            del self._orders[epoch]
         return batch
 
     def peek(self, count: int) -> list[Batch]:
@@ -182,18 +181,14 @@ class Sampler:
         batch = Batch(read_only(documents), read_only(self._lengths[documents]), read_only(self._valid[documents]))
         return (batch, epoch, stop) if stop < len(order) else (batch, epoch + 1, 0)
 
-    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Documents of an epoch in order, and their cumulative tokens; or, packed ahead, where its batches start.
+    def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Documents of an epoch in order, and their cumulative tokens.
 
         The shuffle sorts by random keys: that uses the raw stream of the generator only, which numpy promises to keep.
         """
-        if epoch not in self._orders and self._packed is not None:
-            self._orders[epoch] = self._packed(epoch)
-        elif epoch not in self._orders:
-            keys = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
-            order = np.argsort(keys, kind="stable")
-            self._orders[epoch] = order, np.cumsum(self._lengths[order])
-        return self._orders[epoch]
+        keys = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
+        order = np.argsort(keys, kind="stable")
+        return order, np.cumsum(self._lengths[order])
 
 
 def rank_rows(source: Source, context: Context, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a plan is made for: lengths, cluster and model."""
+"""Inputs of a plan: sequence lengths, cluster and model."""
 
 from seqloom.describe.batch import Batch, BatchStatistics, Sequence, batches_by_count, batches_by_tokens, drop_longer
 from seqloom.describe.cluster import CLUSTERS, DEVICES, Cluster, Device, Link

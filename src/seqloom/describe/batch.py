@@ -1,4 +1,4 @@
-"""Sequences and batches: what a training step has to work on. Planning never changes their set."""
+"""Batches: the sequences of one optimiser step. Planning never changes their set."""
 
 from __future__ import annotations
 
@@ -39,11 +39,6 @@ class BatchStatistics:
     top1_square_share: float
     """Share of the sum of squared lengths (attention work) held by the longest 1 % of the sequences."""
 
-    @property
-    def longest_to_mean(self) -> float:
-        """Longest length / mean length."""
-        return self.longest / self.mean
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Batch:
@@ -58,7 +53,6 @@ class Batch:
     """int64[n], tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse what is not a batch, and freeze the columns."""
         lengths = check_lengths(self.lengths, what="batch", place=lambda index: f"sequence {index}")
         ids = _checked_ids(self.ids, len(lengths))
         object.__setattr__(self, "lengths", _frozen(lengths))
@@ -102,11 +96,9 @@ class Batch:
         )
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The sequences, in order."""
         return map(Sequence, self.ids.tolist(), self.lengths.tolist())
 
     @overload
@@ -120,17 +112,14 @@ class Batch:
         return Sequence(int(self.ids[index]), int(self.lengths[index]))
 
     def __eq__(self, other: object) -> bool:
-        """Same ids and lengths in the same order."""
         if not isinstance(other, Batch):
             return NotImplemented
         return np.array_equal(self.ids, other.ids) and np.array_equal(self.lengths, other.lengths)
 
     def __hash__(self) -> int:
-        """Hash of the content."""
         return hash((self.ids.tobytes(), self.lengths.tobytes()))
 
     def __repr__(self) -> str:
-        """Size, tokens and the longest sequence."""
         return f"Batch({len(self):,} sequences, {self.tokens:,} tokens, longest {self.longest:,})"
 
     def __reduce__(self) -> tuple[type[Batch], tuple[np.ndarray, np.ndarray]]:
@@ -175,18 +164,9 @@ def batches_by_count(lengths: ArrayLike, size: int, *, skip: int = 0, count: int
 
 
 def batches_by_tokens(lengths: ArrayLike, budget: int, *, skip: int = 0, count: int | None = None) -> Iterator[Batch]:
-    """Cut a stream of lengths into runs of at most ``budget`` tokens, in file order.
+    """Cut a stream of lengths into runs of at most ``budget`` tokens, in file order; else as `batches_by_count`.
 
     No sequence is ever cut: one that alone exceeds the budget is a batch of its own.
-
-    Args:
-        lengths: the stream, int64[n].
-        budget: tokens per batch.
-        skip: batches left out at the beginning.
-        count: batches wanted after those; None for all. Fewer in the stream is an error.
-
-    Returns:
-        the batches; ids are positions in the stream.
     """
     column = check_lengths(lengths)
     _at_least("token budget", budget, 1)

@@ -1,4 +1,4 @@
-"""Clusters: nodes, what sits in them, and what joins them."""
+"""Clusters: devices, nodes, NICs and links, by spelling (``8x8xH100``), preset or file."""
 
 from __future__ import annotations
 
@@ -134,14 +134,10 @@ class Cluster:
         """Number of devices."""
         return self.nodes * self.gpus_per_node
 
-    def node_of(self, rank: int) -> int:
-        """The node that holds ``rank``."""
-        self._check_rank(rank)
-        return rank // self.gpus_per_node
-
     def nic_of(self, rank: int) -> int:
         """The NIC near ``rank``, numbered within its node."""
-        self._check_rank(rank)
+        if not 0 <= rank < self.ranks:
+            raise SeqloomError(f"rank {rank} is not in cluster {self.name}; ranks are 0 to {self.ranks - 1}")
         return self.nic_of_gpu[rank % self.gpus_per_node]
 
     def subcluster(self, ranks: int) -> Cluster:
@@ -157,29 +153,20 @@ class Cluster:
                 f"{self.nodes} whole nodes; use {nearest} ranks"
             )
         gpus = min(ranks, size)
-        cards = {nic: number for number, nic in enumerate(dict.fromkeys(self.nic_of_gpu[:gpus]))}
+        nics = {nic: number for number, nic in enumerate(dict.fromkeys(self.nic_of_gpu[:gpus]))}
         return replace(
             self,
             name=f"{ranks} of {self.name}",
             nodes=max(1, ranks // size),
             gpus_per_node=gpus,
-            nics_per_node=len(cards),
-            nic_of_gpu=tuple(cards[nic] for nic in self.nic_of_gpu[:gpus]),
+            nics_per_node=len(nics),
+            nic_of_gpu=tuple(nics[nic] for nic in self.nic_of_gpu[:gpus]),
         )
-
-    @property
-    def node_gb_s(self) -> float:
-        """What all NICs of a node carry together in one direction, GB/s."""
-        return self.nic.gb_s * self.nics_per_node
 
     @property
     def gpus_per_nic(self) -> int:
         """The most GPUs that share one NIC."""
         return max(self.nic_of_gpu.count(nic) for nic in range(self.nics_per_node))
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.ranks:
-            raise SeqloomError(f"rank {rank} is not in cluster {self.name}; ranks are 0 to {self.ranks - 1}")
 
 
 @dataclass(frozen=True, slots=True)

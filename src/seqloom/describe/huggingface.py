@@ -16,7 +16,7 @@ WAY_OUT = "describe the model in a .json or .toml file with the fields of ModelS
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a ``model_type`` implies and its config does not say."""
+    """Facts that a ``model_type`` implies and its config does not state."""
 
     gated: bool = True
     tied: bool = False
@@ -94,7 +94,7 @@ _REFUSED: Mapping[str, str] = {
     "attention_chunk_size": "chunked attention",
     "hybrid_override_pattern": "hybrid layers",
 }
-"""A key with a value -> what the model has that a ModelSpec cannot say."""
+"""A key with a value -> a feature of the model that a ModelSpec cannot describe."""
 
 
 def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
@@ -161,7 +161,7 @@ def _refuse(config: Config) -> None:
 
 
 def _number(config: Config, name: str, default: int | None = None, *, least: int = 0) -> int:
-    """The whole number that the config gives for our field ``name``, or for a key of its own."""
+    """Return the whole number that the config gives for our field ``name``, or for a key of its own."""
     keys = _NAMES.get(name, (name,))
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     value = config.get(key, default)
@@ -173,7 +173,7 @@ def _number(config: Config, name: str, default: int | None = None, *, least: int
 
 
 def _windows(config: Config, family: Family, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, from ``layer_types`` or from the rule of the family."""
+    """Return the window of each layer, from ``layer_types`` or from the rule of the family."""
     window = _number(config, "sliding_window", least=1) if config.get("sliding_window") is not None else None
     types = config.get("layer_types")
     if types is not None:
@@ -200,7 +200,7 @@ def _window_of(kind: str, window: int | None) -> int | None:
 
 
 def _experts(config: Config, layers: int) -> dict[str, Any]:
-    """Fields of the experts; none for a dense model."""
+    """Return the fields of the experts; none for a dense model."""
     experts = _number(config, "experts", 0)
     sparse = _sparse_layers(config, layers) if experts else ()
     if not sparse:
@@ -217,7 +217,7 @@ def _experts(config: Config, layers: int) -> dict[str, Any]:
 
 
 def _sparse_layers(config: Config, layers: int) -> tuple[int, ...]:
-    """Layers with experts, by the rules of Qwen (every so many) and of DeepSeek (from some layer up)."""
+    """Return the layers with experts, by the rules of Qwen (every so many) and of DeepSeek (from some layer up)."""
     step = _number(config, "decoder_sparse_step", 1, least=1)
     frequency = _number(config, "moe_layer_freq", 1, least=1)
     first = _number(config, "first_k_dense_replace", 0)

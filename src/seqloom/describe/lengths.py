@@ -1,4 +1,8 @@
-"""What a length is: a whole number of tokens from 1 to ``LONGEST``. One check for every way in."""
+"""Sequence lengths: read from files and standard input, drawn from a sampler, and checked the same way everywhere.
+
+`lengths_from` takes a sampler's name, a file or ``-``; `read_lengths` reads a file; `check_lengths` refuses what is
+not a length with the line or row, the value, the rule and the way out.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,92 @@ import io
 import json
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError, import_extra, unknown_name
 
 MAX_LENGTH = 2**31 - 1
 """Longest sequence in tokens. Attention kernels take cumulative lengths as int32, and a squared length still
 fits an int64."""
-
 RULE = f"a length is a whole number of tokens from 1 to {MAX_LENGTH:,}"
+STDIN = "-"
+BYTES = "bytes"
+"""The tokenizer that counts UTF-8 bytes."""
+SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet", ".npy", ".npz")
+USUAL_COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_length", "seq_len", "text")
+"""Columns that `read_lengths` takes without being told, in this order."""
+TEXTS_AT_ONCE = 4096
+"""Texts that a tokenizer encodes at once: encodings of a whole file would not fit in memory."""
+
+Place = Callable[[int], str]
+"""Index of a value -> its place in the file, for messages: ``"line 3"``."""
 
 
-def entry(index: int) -> str:
-    """Place of an entry in an array, for messages."""
-    return f"entry {index}"
+def lengths_from(
+    source: str,
+    *,
+    seed: int,
+    count: int,
+    max_length: int | None = None,
+    column: str | None = None,
+    tokenizer: str | None = None,
+) -> np.ndarray:
+    """Return lengths of a sampler's name, a file, or ``-`` for standard input; int64[n], in order.
+
+    A file is read whole; ``seed`` and ``count`` are for samplers. Sequences above ``max_length`` stay:
+    `describe.batch.drop_longer` drops and counts them. A sampler draws until ``count`` lengths are at most that long.
+    """
+    from seqloom.describe.samplers import SAMPLERS
+
+    path = Path(source)
+    meant_as_file = source == STDIN or path.suffix or path.exists() or path.name != source
+    if meant_as_file and source not in SAMPLERS:
+        return read_lengths(source, column=column, tokenizer=tokenizer)
+    files = f"give a file, {', '.join(SUFFIXES)}, or - for standard input"
+    return SAMPLERS.lookup(source, alternative=files).stream(count, seed=seed, max_length=max_length)
 
 
-def check_lengths(values: Any, *, what: str = "lengths", place: Callable[[int], str] = entry) -> np.ndarray:
+def read_lengths(source: str | Path, *, column: str | None = None, tokenizer: str | None = None) -> np.ndarray:
+    """Read lengths from a file or from standard input; int64[n], in file order.
+
+    Args:
+        source: ``.txt`` (one whole number per line), ``.jsonl``, ``.csv``, ``.parquet``, ``.npy``, ``.npz``,
+            or ``-`` for standard input (lines as in ``.txt``; JSON lines when ``column`` is given).
+        column: column, field or array to read where the file has several. A usual name (``length``,
+            ``num_tokens``, ``text``) is found by itself.
+        tokenizer: how a column of texts is counted: ``"bytes"``, or the path of a ``tokenizer.json``.
+    """
+    if source == STDIN:
+        # A replaced sys.stdin (tests, notebooks) may have text only.
+        data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
+        return _text_lengths(".txt" if column is None else ".jsonl", data, "standard input", column, tokenizer)
+    path = Path(source)
+    what, suffix = str(path), path.suffix.lower()
+    if path.is_dir():
+        raise SeqloomError(f"{what!r} is a folder; give a file ({', '.join(SUFFIXES)})")
+    if suffix not in SUFFIXES:
+        raise SeqloomError(
+            f"{what!r}: lengths cannot be read from {suffix or 'a file without a suffix'}; "
+            f"convert it to one of {', '.join(SUFFIXES)}"
+        )
+    if not path.is_file():
+        raise SeqloomError(f"{what!r} does not exist; check the path, it is relative to {Path.cwd()}")
+    try:
+        if suffix in (".npy", ".npz"):
+            return _numpy_lengths(path, what, column)
+        if suffix == ".parquet":
+            return _parquet_lengths(path, what, column, tokenizer)
+        return _text_lengths(suffix, path.read_bytes(), what, column, tokenizer)
+    except OSError as error:
+        raise SeqloomError(f"{what}: cannot be read ({error.strerror or error}); check the file") from None
+
+
+def check_lengths(values: Any, *, what: str = "lengths", place: Place = "entry {}".format) -> np.ndarray:
     """Return ``values`` as a one-dimensional int64 array of lengths, or refuse the first one that is not.
 
     Whole numbers stored as floats are accepted, as tables with gaps often hold them; NaN is not.
@@ -35,7 +104,7 @@ def check_lengths(values: Any, *, what: str = "lengths", place: Callable[[int], 
     Args:
         values: anything numpy makes a one-dimensional array of; int64 arrays are returned as they are.
         what: what the values are, for messages (a file name, for example).
-        place: turns an index into the place shown to the user (``"line 3"``).
+        place: place of a value, for messages.
     """
     try:
         array = np.asarray(values)
@@ -45,8 +114,11 @@ def check_lengths(values: Any, *, what: str = "lengths", place: Callable[[int], 
         raise SeqloomError(f"{what}: shape {array.shape} is not a flat list; pass one length per sequence")
     if array.size == 0:
         raise SeqloomError(f"{what}: empty; at least one length is needed")
-    if array.dtype == object:
-        array = _from_objects(array, what, place)
+    if array.dtype == object:  # integers too large for numpy, or a mix of types
+        for index, value in enumerate(array):
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number) or value > MAX_LENGTH:
+                raise length_error(what, place(index), value)
+        array = array.astype(np.float64)
     if array.dtype.kind not in "iuf":
         raise length_error(what, place(0), array[0].item())
     bad = ~((array >= 1) & (array <= MAX_LENGTH))  # the negation also catches NaN
@@ -59,112 +131,136 @@ def check_lengths(values: Any, *, what: str = "lengths", place: Callable[[int], 
 
 
 def length_error(what: str, place: str, value: Any) -> SeqloomError:
-    """The error for one value that is not a length: where, which, the rule and the way out."""
+    """Build the error for one value that is not a length."""
     shown = repr(value) if len(repr(value)) <= 40 else repr(value)[:37] + "..."
     return SeqloomError(f"{what}, {place}: {shown} is not a length; {RULE}; correct it or leave it out")
 
 
-def _from_objects(array: np.ndarray, what: str, place: Callable[[int], str]) -> np.ndarray:
-    """Integers too large for numpy, or a mix of types: name the first value that is not a plain number."""
-    for index, value in enumerate(array):
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or value > MAX_LENGTH:
-            raise length_error(what, place(index), value)
-    return array.astype(np.float64)
+# -- one reader per kind of file -----------------------------------------------------------------------------------
 
 
-# ---- merged: describe.tokens
-# Token counts of texts: bytes, or a tokenizer file on disk.
-
-
-TextCounter = Callable[[Sequence[str]], np.ndarray]
-"""Texts -> int64 token counts."""
-
-BYTES = "bytes"
-"""The tokenizer that counts UTF-8 bytes."""
-
-_CHUNK = 4096
-"""Texts encoded at a time: encodings of a whole file would not fit in memory."""
-
-
-def text_counter(tokenizer: str | None, column: str) -> TextCounter:
-    """The function that counts tokens of texts.
-
-    Args:
-        tokenizer: ``"bytes"`` for UTF-8 bytes, or the path of a ``tokenizer.json`` (needs the package
-            ``tokenizers``). None is refused: how texts become tokens is not a thing to guess.
-        column: name of the column that holds the texts, for messages.
-    """
-    if tokenizer is None:
-        raise SeqloomError(
-            f"column {column!r} holds text and no tokenizer was named; pass tokenizer='bytes' to count "
-            "bytes, or the path of a tokenizer.json, or name a column of integers"
-        )
-    return count_bytes if tokenizer == BYTES else _file_counter(Path(tokenizer))
-
-
-def count_bytes(texts: Sequence[str]) -> np.ndarray:
-    """UTF-8 bytes of each text, int64[n]."""
-    return np.fromiter((len(text.encode("utf-8", "surrogatepass")) for text in texts), np.int64, len(texts))
-
-
-def _file_counter(path: Path) -> TextCounter:
-    if not path.is_file():
-        raise SeqloomError(
-            f"tokenizer {str(path)!r} is not a file; pass the path of a tokenizer.json, or 'bytes' for bytes"
-        )
+def _numpy_lengths(path: Path, what: str, column: str | None) -> np.ndarray:
+    archived = path.suffix.lower() == ".npz"
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise SeqloomError(
-            f"tokenizer {str(path)!r} needs the package 'tokenizers', which is not installed; install it "
-            "(pip install tokenizers), or pass tokenizer='bytes'"
-        ) from None
+        array = np.load(path, allow_pickle=False)
+        if archived:
+            with array as archive:
+                array = archive[choose_column(list(archive), column, what)]
+    except SeqloomError:
+        raise
+    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        kind, save = ("archive of arrays", "savez") if archived else ("array of numbers", "save")
+        raise SeqloomError(f"{what}: not a readable {kind} ({error}); save it with numpy.{save}") from None
+    if not isinstance(array, np.ndarray):
+        raise SeqloomError(f"{what}: holds several arrays; rename it to .npz")
+    return check_lengths(array, what=what)
+
+
+def _parquet_lengths(path: Path, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
+    """Read one column of numbers or of texts, and nothing else of the file."""
+    pyarrow = import_extra(
+        f"{what}: reading Parquet",
+        "data",
+        "pyarrow",
+        "pyarrow.compute",
+        "pyarrow.parquet",
+        otherwise=", or save the column as .npy, .csv or .txt",
+    )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for a file that it cannot parse
-        raise SeqloomError(f"tokenizer {str(path)!r} cannot be read ({error}); pass a tokenizer.json") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-
-    def count(texts: Sequence[str]) -> np.ndarray:
-        counts: list[int] = []
-        for start in range(0, len(texts), _CHUNK):
-            counts.extend(len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts[start : start + _CHUNK])))
-        return np.array(counts, dtype=np.int64)
-
-    return count
-
-
-# ---- merged: describe.tables
-# Lengths out of files with columns: JSON lines, CSV and Parquet.
-
-
-_USUAL = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_length", "seq_len", "text")
-"""Columns taken without being asked for, in this order."""
+        name = choose_column(pyarrow.parquet.read_schema(path).names, column, what)
+        values = pyarrow.parquet.read_table(path, columns=[name]).column(name)
+    except pyarrow.ArrowException as error:
+        raise SeqloomError(f"{what}: not a readable Parquet file ({error}); write it again") from None
+    place: Place = "row {}".format
+    if values.null_count:
+        raise length_error(what, place(int(np.argmax(values.is_null().to_numpy()))), None)
+    kind = values.type
+    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+        if tokenizer == BYTES and len(values):  # Arrow counts them without making Python strings
+            values = pyarrow.compute.call_function("binary_length", [values])
+            return check_lengths(values.to_numpy(), what=what, place=place)
+        return _column_lengths(values.to_pylist(), what, name, tokenizer, place)
+    if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
+        raise SeqloomError(f"{what}: column {name!r} is of type {kind}; name a column of whole numbers or of text")
+    return check_lengths(values.to_numpy(), what=what, place=place)
 
 
-def choose_column(columns: Sequence[str], asked: str | None, what: str) -> str:
-    """The column to read: the one asked for, the only one, or one with a usual name."""
-    if asked is not None:
-        if asked in columns:
-            return asked
-        error = unknown_name("column", asked, columns)
-        raise SeqloomError(f"{what}: {error} (its columns: {', '.join(columns) or 'none'})")
-    if len(columns) == 1:
-        return columns[0]
-    for name in _USUAL:
-        if name in columns:
-            return name
-    raise SeqloomError(f"{what}: which column holds the lengths? Name one of: {', '.join(columns) or 'none'}")
+def _text_lengths(suffix: str, data: bytes, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if suffix == ".txt":
+        if column is not None:
+            raise SeqloomError(f"{what}: a column ({column!r}) was named but .txt has none; leave it out")
+        return _line_lengths(data, what)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SeqloomError(f"{what}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+    return _csv_lengths(text, what, column) if suffix == ".csv" else _jsonl_lengths(text, what, column, tokenizer)
 
 
-def whole_number(text: str | bytes) -> int | None:
+def _line_lengths(data: bytes, what: str) -> np.ndarray:
+    """Read one whole number per line; blank lines are skipped."""
+    rows = data.split(b"\n")
+    if not rows[-1].strip():
+        rows.pop()
+    if not rows:
+        raise SeqloomError(f"{what}: empty; write one length per line")
+    try:
+        if b"_" in data:  # int() would read 1_000
+            raise ValueError
+        return check_lengths(np.fromiter(map(int, rows), np.int64, len(rows)), what=what, place=_line)
+    except (ValueError, OverflowError) as error:  # blank lines, other spellings of numbers, or one to refuse
+        if isinstance(error, SeqloomError):
+            raise
+    cells = ((number, row.strip().decode("utf-8", "replace")) for number, row in enumerate(rows, 1) if row.strip())
+    return _cell_lengths(cells, what, "empty")
+
+
+def _line(index: int) -> str:
+    return f"line {index + 1}"
+
+
+def _csv_lengths(text: str, what: str, column: str | None) -> np.ndarray:
+    """Read a column of a CSV file; the header may be missing when there is one column of numbers."""
+    reader = csv.reader(io.StringIO(text, newline=""))
+    rows = ((reader.line_num, row) for row in reader if row)
+    first = next(rows, None)
+    if first is None:
+        raise SeqloomError(f"{what}: empty; at least one length is needed")
+    line, header = first
+    if len(header) == 1 and column is None and _whole_number(header[0]) is not None:
+        index, rows = 0, chain([(line, header)], rows)
+    else:
+        names = [name.strip() for name in header]
+        index = names.index(choose_column(names, column, what))
+    return _cell_lengths(
+        ((line, row[index] if index < len(row) else "") for line, row in rows), what, "a header but no rows"
+    )
+
+
+def _cell_lengths(cells: Iterator[tuple[int, str]], what: str, empty: str) -> np.ndarray:
+    """Lengths of (line, text) pairs; `empty` says what is wrong where there is none."""
+    values: list[int] = []
+    lines: list[int] = []
+    for line, cell in cells:
+        value = _whole_number(cell)
+        if value is None:
+            raise length_error(what, f"line {line}", cell)
+        values.append(value)
+        lines.append(line)
+    if not values:
+        raise SeqloomError(f"{what}: {empty}; at least one length is needed")
+    return check_lengths(values, what=what, place=lambda index: f"line {lines[index]}")
+
+
+def _whole_number(text: str) -> int | None:
     """The whole number that a text spells (``7``, ``7.0``, ``7e3``), or None."""
     try:
         value = float(text)
     except ValueError:
         return None
-    if not value.is_integer() or b"_" in (text if isinstance(text, bytes) else text.encode()):
+    if not value.is_integer() or "_" in text:
         return None
     try:
         return int(text)
@@ -172,8 +268,8 @@ def whole_number(text: str | bytes) -> int | None:
         return int(value)
 
 
-def jsonl_lengths(text: str, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
-    """Lengths from JSON lines: a whole number per line, or objects with a column of numbers or of texts."""
+def _jsonl_lengths(text: str, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
+    """Read a whole number per line, or objects with a column of numbers or of texts."""
     values: list[Any] = []
     lines: list[int] = []
     name = column
@@ -195,67 +291,10 @@ def jsonl_lengths(text: str, what: str, column: str | None, tokenizer: str | Non
             row = row[name]
         values.append(row)
         lines.append(number)
-    return _lengths_of(values, what, name or "text", tokenizer, lambda index: f"line {lines[index]}")
+    return _column_lengths(values, what, name or "text", tokenizer, lambda index: f"line {lines[index]}")
 
 
-def csv_lengths(text: str, what: str, column: str | None) -> np.ndarray:
-    """Lengths from a column of a CSV file; the header may be missing when there is one column of numbers."""
-    reader = csv.reader(io.StringIO(text, newline=""))
-    header = next((row for row in reader if row), None)
-    if header is None:
-        raise SeqloomError(f"{what}: empty; at least one length is needed")
-    values: list[int] = []
-    lines: list[int] = []
-    if len(header) == 1 and column is None and whole_number(header[0]) is not None:
-        index, rows = 0, [(reader.line_num, header)]
-    else:
-        names = [name.strip() for name in header]
-        index, rows = names.index(choose_column(names, column, what)), []
-    for line, row in _chain(rows, ((reader.line_num, row) for row in reader if row)):
-        cell = row[index] if index < len(row) else ""
-        value = whole_number(cell)
-        if value is None:
-            raise length_error(what, f"line {line}", cell)
-        values.append(value)
-        lines.append(line)
-    if not values:
-        raise SeqloomError(f"{what}: a header but no rows; at least one length is needed")
-    return check_lengths(values, what=what, place=lambda index: f"line {lines[index]}")
-
-
-def parquet_lengths(path: Path, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
-    """Lengths from a Parquet column of numbers or of texts; only that column is read."""
-    try:
-        import pyarrow
-        import pyarrow.compute
-        import pyarrow.parquet
-    except ImportError:
-        raise SeqloomError(
-            f"{what}: reading Parquet needs the package 'pyarrow', which is not installed; install it "
-            "(pip install 'seqloom[data]'), or save the column as .npy, .csv or .txt"
-        ) from None
-    try:
-        name = choose_column(pyarrow.parquet.read_schema(path).names, column, what)
-        values = pyarrow.parquet.read_table(path, columns=[name]).column(name)
-    except pyarrow.ArrowException as error:
-        raise SeqloomError(f"{what}: not a readable Parquet file ({error}); write it again") from None
-    if values.null_count:
-        row = int(np.argmax(values.is_null().to_numpy()))
-        raise length_error(what, f"row {row}", None)
-    kind = values.type
-    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-        if tokenizer == BYTES and len(values):  # counted by Arrow, without making Python strings
-            counts = pyarrow.compute.call_function("binary_length", [values]).to_numpy()
-            return check_lengths(counts, what=what, place=lambda index: f"row {index}")
-        return _lengths_of(values.to_pylist(), what, name, tokenizer, lambda index: f"row {index}")
-    if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
-        raise SeqloomError(f"{what}: column {name!r} is of type {kind}; name a column of whole numbers or of text")
-    return check_lengths(values.to_numpy(), what=what, place=lambda index: f"row {index}")
-
-
-def _lengths_of(
-    values: list[Any], what: str, column: str, tokenizer: str | None, place: Callable[[int], str]
-) -> np.ndarray:
+def _column_lengths(values: list[Any], what: str, column: str, tokenizer: str | None, place: Place) -> np.ndarray:
     """Lengths of the values of one column: whole numbers as they are, texts by their token count."""
     if not values:
         raise SeqloomError(f"{what}: empty; at least one length is needed")
@@ -263,164 +302,45 @@ def _lengths_of(
         for index, value in enumerate(values):
             if not isinstance(value, str):
                 raise SeqloomError(f"{what}, {place(index)}: {value!r} is not text as the rows before; {RULE}")
-        return check_lengths(text_counter(tokenizer, column)(values), what=what, place=place)
+        return check_lengths(_count_tokens(values, tokenizer, column), what=what, place=place)
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise length_error(what, place(index), value)
     return check_lengths(values, what=what, place=place)
 
 
-def _chain(first: list[Any], rest: Iterable[Any]) -> Iterable[Any]:
-    yield from first
-    yield from rest
+def choose_column(columns: Sequence[str], asked: str | None, what: str) -> str:
+    """Return the column to read: the one asked for, the only one, or one with a usual name."""
+    if asked is not None:
+        if asked in columns:
+            return asked
+        error = unknown_name("column", asked, columns)
+        raise SeqloomError(f"{what}: {error} (its columns: {', '.join(columns) or 'none'})")
+    usual = columns if len(columns) == 1 else [name for name in USUAL_COLUMNS if name in columns]
+    if not usual:
+        raise SeqloomError(f"{what}: which column holds the lengths? Name one of: {', '.join(columns) or 'none'}")
+    return usual[0]
 
 
-# ---- merged: describe.readers
-# Lengths read from files and from standard input, or drawn from a sampler: one door for every source.
-
-
-STDIN = "-"
-"""The source that means standard input."""
-
-SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet", ".npy", ".npz")
-"""Kinds of file that :func:`read_lengths` reads."""
-
-
-def lengths_from(
-    source: str,
-    *,
-    seed: int,
-    count: int,
-    max_length: int | None = None,
-    column: str | None = None,
-    tokenizer: str | None = None,
-) -> np.ndarray:
-    """Lengths from a sampler's name, a file, or ``-`` for standard input; int64[n], in order.
-
-    A file is read whole; ``seed`` and ``count`` are for samplers. Sequences above ``max_length`` are not left
-    out here (:func:`~seqloom.describe.workload.drop_longer` does, and counts them): a sampler only draws on
-    until ``count`` lengths are at most that long.
-    """
-    from seqloom.describe.samplers import SAMPLERS
-
-    path = Path(source)
-    meant_as_file = source == STDIN or path.suffix or path.exists() or path.name != source
-    if meant_as_file and source not in SAMPLERS:
-        return read_lengths(source, column=column, tokenizer=tokenizer)
-    files = f"give a file, {', '.join(SUFFIXES)}, or - for standard input"
-    sampler = SAMPLERS.lookup(source, alternative=files)
-    return sampler.stream(count, seed=seed, max_length=max_length)
-
-
-def read_lengths(source: str | Path, *, column: str | None = None, tokenizer: str | None = None) -> np.ndarray:
-    """Read lengths from a file or from standard input; int64[n], in file order.
-
-    Args:
-        source: ``.txt`` (one whole number per line), ``.jsonl``, ``.csv``, ``.parquet``, ``.npy``, ``.npz``,
-            or ``-`` for standard input (lines as in ``.txt``; JSON lines when ``column`` is given).
-        column: column, field or array to read where the file has several. A usual name (``length``,
-            ``num_tokens``, ``text``) is found by itself.
-        tokenizer: how a column of texts is counted: ``"bytes"``, or the path of a ``tokenizer.json``.
-
-    Raises:
-        SeqloomError: with the line or row, the value, the rule and the way out.
-    """
-    if source == STDIN:
-        return _stdin_lengths(column, tokenizer)
-    path = Path(source)
-    suffix = path.suffix.lower()
-    if path.is_dir():
-        raise SeqloomError(f"{str(path)!r} is a folder; give a file ({', '.join(SUFFIXES)})")
-    if suffix not in SUFFIXES:
+def _count_tokens(texts: Sequence[str], tokenizer: str | None, column: str) -> list[int]:
+    """Tokens of each text. Without a tokenizer it refuses: how texts become tokens is not a thing to guess."""
+    if tokenizer is None:
         raise SeqloomError(
-            f"{str(path)!r}: lengths cannot be read from {suffix or 'a file without a suffix'}; "
-            f"convert it to one of {', '.join(SUFFIXES)}"
+            f"column {column!r} holds text and no tokenizer was named; pass tokenizer='bytes' to count "
+            "bytes, or the path of a tokenizer.json, or name a column of integers"
         )
-    if not path.is_file():
-        raise SeqloomError(f"{str(path)!r} does not exist; check the path, it is relative to {Path.cwd()}")
-    what = str(path)
+    if tokenizer == BYTES:
+        return [len(text.encode("utf-8", "surrogatepass")) for text in texts]
+    if not Path(tokenizer).is_file():
+        raise SeqloomError(
+            f"tokenizer {tokenizer!r} is not a file; pass the path of a tokenizer.json, or 'bytes' for bytes"
+        )
+    tokenizers = import_extra(f"tokenizer {tokenizer!r}", "hf", "tokenizers", otherwise=", or pass tokenizer='bytes'")
     try:
-        if suffix == ".npy":
-            return _npy_lengths(path, what)
-        if suffix == ".npz":
-            return _npz_lengths(path, what, column)
-        if suffix == ".parquet":
-            return parquet_lengths(path, what, column, tokenizer)
-        return _text_lengths(suffix, path.read_bytes(), what, column, tokenizer)
-    except OSError as error:
-        raise SeqloomError(f"{what}: cannot be read ({error.strerror or error}); check the file") from None
-
-
-def _stdin_lengths(column: str | None, tokenizer: str | None) -> np.ndarray:
-    # A replaced sys.stdin (tests, notebooks) may have text only.
-    data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
-    return _text_lengths(".txt" if column is None else ".jsonl", data, "standard input", column, tokenizer)
-
-
-def _text_lengths(suffix: str, data: bytes, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
-    data = data.removeprefix(b"\xef\xbb\xbf")
-    if suffix == ".txt":
-        if column is not None:
-            raise SeqloomError(f"{what}: a column ({column!r}) was named but .txt has none; leave it out")
-        return _line_lengths(data, what)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise SeqloomError(f"{what}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
-    if suffix == ".csv":
-        return csv_lengths(text, what, column)
-    return jsonl_lengths(text, what, column, tokenizer)
-
-
-def _line_lengths(data: bytes, what: str) -> np.ndarray:
-    """One whole number per line; blank lines are skipped."""
-    rows = data.split(b"\n")
-    if rows and not rows[-1].strip():
-        rows.pop()
-    if not rows:
-        raise SeqloomError(f"{what}: empty; write one length per line")
-    try:
-        if b"_" in data:  # int() would read 1_000
-            raise ValueError
-        values = np.fromiter(map(int, rows), np.int64, len(rows))
-    except (ValueError, OverflowError):
-        return _slow_line_lengths(rows, what)
-    return check_lengths(values, what=what, place=lambda index: f"line {index + 1}")
-
-
-def _slow_line_lengths(rows: list[bytes], what: str) -> np.ndarray:
-    """The same for files with blank lines, other spellings of whole numbers, or something wrong to name."""
-    values: list[int] = []
-    lines: list[int] = []
-    for number, row in enumerate(rows, start=1):
-        if not row.strip():
-            continue
-        value = whole_number(row)
-        if value is None:
-            raise length_error(what, f"line {number}", row.strip().decode("utf-8", "replace"))
-        values.append(value)
-        lines.append(number)
-    return check_lengths(values, what=what, place=lambda index: f"line {lines[index]}")
-
-
-def _npy_lengths(path: Path, what: str) -> np.ndarray:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise SeqloomError(f"{what}: not a readable array of numbers ({error}); save it with numpy.save") from None
-    if not isinstance(array, np.ndarray):
-        raise SeqloomError(f"{what}: holds several arrays; rename it to .npz")
-    return check_lengths(array, what=what)
-
-
-def _npz_lengths(path: Path, what: str, column: str | None) -> np.ndarray:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            name = choose_column(list(archive), column, what)
-            array = archive[name]
-    except SeqloomError:
-        raise
-    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise SeqloomError(f"{what}: not a readable archive of arrays ({error}); save it with numpy.savez") from None
-    return check_lengths(array, what=what)
+        encoder = tokenizers.Tokenizer.from_file(tokenizer)
+    except Exception as error:  # the package raises bare Exception for a file that it cannot parse
+        raise SeqloomError(f"tokenizer {tokenizer!r} cannot be read ({error}); pass a tokenizer.json") from None
+    encoder.no_truncation()
+    encoder.no_padding()
+    chunks = (list(texts[start : start + TEXTS_AT_ONCE]) for start in range(0, len(texts), TEXTS_AT_ONCE))
+    return [len(encoding.ids) for chunk in chunks for encoding in encoder.encode_batch(chunk)]

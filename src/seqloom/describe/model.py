@@ -77,7 +77,7 @@ class ModelSpec:
 
     @classmethod
     def load(cls, name: str) -> ModelSpec:
-        """A model by preset name or from a file.
+        """Return a model by preset name or from a file.
 
         A file is a Hugging Face ``config.json`` (or the folder that holds one), or a .json or .toml with the
         fields of this class. Nothing is fetched from a network.
@@ -132,10 +132,6 @@ class ModelSpec:
         matrices = self._layer(layer in self.moe_layers, self.experts) - self._vectors
         return matrices // tensor + self._vectors
 
-    def layer_active_parameters(self, layer: int) -> int:
-        """Parameters of layer ``layer`` that one token meets."""
-        return self._layer(layer in self.moe_layers, self.active_experts)
-
     def _layer(self, sparse: bool, experts: int) -> int:
         matrices = 3 if self.gated else 2
         if sparse:
@@ -156,11 +152,6 @@ class ModelSpec:
             return 2 * self.hidden
         qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
         return 4 * self.hidden + qkv + self.hidden + self.ffn + self.hidden
-
-    @property
-    def parameters_per_layer(self) -> int:
-        """Parameters of the largest layer, all experts included: what a gathered layer holds."""
-        return max(self.layer_parameters(layer) for layer in range(self.layers))
 
     @property
     def head_parameters(self) -> int:

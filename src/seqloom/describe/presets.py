@@ -15,17 +15,14 @@ class Presets(Mapping[str, T], Generic[T]):
     """A read-only mapping of names to values built from ``presets/<file>``.
 
     Nothing is read before the first access, so that importing the package stays free of work. Names are
-    found whatever their case. An unknown name raises :class:`~seqloom.errors.SeqloomError` from
-    :meth:`named` (and ``KeyError`` from indexing, as any mapping does).
+    found whatever their case. `lookup` refuses an unknown name with the nearest ones; indexing raises KeyError.
     """
 
     def __init__(self, kind: str, file: str, build: Callable[[str, dict[str, Any]], T]) -> None:
-        """Remember where the data lie and how one entry becomes a value.
-
-        Args:
-            kind: what the presets are, for error messages, for example ``"cluster"``.
-            file: name of the JSON file in the package's ``presets`` folder.
-            build: turns a name and its entry of the file into the value.
+        """Args:
+        kind: what the presets are, for error messages, for example ``"cluster"``.
+        file: name of the JSON file in the package's ``presets`` folder.
+        build: turns a name and its entry of the file into the value.
         """
         self._kind = kind
         self._file = file
@@ -49,7 +46,7 @@ class Presets(Mapping[str, T], Generic[T]):
         return next((entry for entry in entries if entry.lower() == name.lower()), None)
 
     def lookup(self, name: str, *, alternative: str = "") -> T:
-        """The preset ``name``; when it does not exist the nearest names, and ``otherwise``, are offered."""
+        """The preset ``name``; when it does not exist the nearest names, and ``alternative``, are offered."""
         if self.spelled(name) is None:
             longer = [entry for entry in self._read() if entry.lower().startswith(name.lower())]
             error = unknown_name(self._kind, name, longer or self._read())
@@ -66,13 +63,10 @@ class Presets(Mapping[str, T], Generic[T]):
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Names in the order of the file."""
         return iter(self._read())
 
     def __len__(self) -> int:
-        """Number of presets."""
         return len(self._read())
 
     def __repr__(self) -> str:
-        """The kind and the names."""
         return f"Presets({self._kind}: {', '.join(self)})"

@@ -1,7 +1,7 @@
-"""Distributions of lengths: small values that draw real numbers; a sampler rounds them to tokens.
+"""Samplers: named, seeded streams of lengths that look like well-known data.
 
-Every one has ``draw(generator, count) -> float64[count]``. They compose: a mixture of a truncated log-normal
-and a Pareto tail is three values inside one another.
+A `Sampler` rounds the real numbers of a `Distribution` to tokens. Distributions compose: a mixture of a truncated
+log-normal and a Pareto tail is three values inside one another. ``presets/samplers.json`` holds the named ones.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.random import Generator
 
 from seqloom.describe.lengths import MAX_LENGTH
 from seqloom.describe.presets import Presets
@@ -20,7 +21,7 @@ from seqloom.errors import SeqloomError
 class Distribution(Protocol):
     """Anything that draws lengths."""
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw ``count`` real lengths, float64[count]."""
         ...
 
@@ -31,7 +32,7 @@ class Atom:
 
     length: float
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """``count`` copies of the length."""
         return np.full(count, float(self.length))
 
@@ -44,10 +45,9 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
-        """Check the order of the ends."""
         _require(self.low <= self.high, f"uniform from {self.low} to {self.high}", "the low end comes first")
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw lengths."""
         return generator.uniform(self.low, self.high, count)
 
@@ -59,7 +59,7 @@ class Normal:
     mean: float
     sigma: float
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw lengths."""
         return self.mean + self.sigma * generator.standard_normal(count)
 
@@ -71,7 +71,7 @@ class LogNormal:
     mu: float
     sigma: float
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw lengths."""
         return np.exp(self.mu + self.sigma * generator.standard_normal(count))
 
@@ -85,11 +85,10 @@ class Pareto:
     high: float
 
     def __post_init__(self) -> None:
-        """Check exponent and ends."""
         _require(self.alpha > 0, f"Pareto exponent {self.alpha}", "it must be positive")
         _require(0 < self.low < self.high, f"Pareto from {self.low} to {self.high}", "0 < low < high")
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw lengths by inversion."""
         mass = 1 - (self.low / self.high) ** self.alpha
         return self.low * (1 - mass * generator.random(count)) ** (-1 / self.alpha)
@@ -103,22 +102,14 @@ class QuantileTable:
     lengths: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Check that the table is a quantile function."""
         p, x = np.asarray(self.probabilities), np.asarray(self.lengths)
-        _require(
-            len(p) == len(x) >= 2,
-            f"{len(p)} probabilities for {len(x)} lengths",
-            "one for each, two at least",
-        )
+        _require(len(p) == len(x) >= 2, f"{len(p)} probabilities for {len(x)} lengths", "one for each, two at least")
         _require(p[0] == 0 and p[-1] == 1, f"probabilities from {p[0]} to {p[-1]}", "they run from 0 to 1")
         _require(bool((np.diff(p) > 0).all()), "probabilities out of order", "they must rise")
-        _require(
-            x[0] > 0 and bool((np.diff(x) >= 0).all()),
-            "lengths out of order",
-            "they are positive and never fall",
-        )
+        rising = x[0] > 0 and bool((np.diff(x) >= 0).all())
+        _require(rising, "lengths out of order", "they are positive and never fall")
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw lengths by inversion."""
         return np.exp(np.interp(generator.random(count), self.probabilities, np.log(self.lengths)))
 
@@ -132,14 +123,13 @@ class Histogram:
     spacing: str = "linear"
 
     def __post_init__(self) -> None:
-        """Check edges, shares and spacing."""
         sizes = f"{len(self.edges)} edges for {len(self.shares)} shares"
         _require(len(self.edges) == len(self.shares) + 1 >= 2, sizes, "one edge more than shares")
         _require(bool((np.diff(self.edges) > 0).all()) and self.edges[0] >= 1, "edges", "they rise from 1 or more")
         _require(min(self.shares) >= 0 < sum(self.shares), "shares", "they are positive")
         _require(self.spacing in ("linear", "log"), f"spacing {self.spacing!r}", "it is 'linear' or 'log'")
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw lengths, already whole: rounding up keeps each one in its bin."""
         to, back = (np.log, np.exp) if self.spacing == "log" else (np.asarray, np.asarray)
         levels = np.append(0, np.cumsum(self.shares)) / np.sum(self.shares)
@@ -155,12 +145,11 @@ class Mixture:
     parts: tuple[Distribution, ...]
 
     def __post_init__(self) -> None:
-        """Check the weights."""
         sizes = f"{len(self.weights)} weights for {len(self.parts)} parts"
         _require(len(self.weights) == len(self.parts) >= 1, sizes, "one weight for each part")
         _require(min(self.weights) >= 0 < sum(self.weights), f"weights {self.weights}", "they are positive")
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Choose a part for each draw, then draw from the parts in turn."""
         levels = np.cumsum(self.weights) / np.sum(self.weights)
         choice = np.searchsorted(levels[:-1], generator.random(count), side="right")
@@ -179,7 +168,7 @@ class Clipped:
     low: float
     high: float
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw and clip."""
         return np.clip(self.of.draw(generator, count), self.low, self.high)
 
@@ -192,16 +181,14 @@ class Truncated:
     low: float
     high: float
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw until ``count`` lengths lie inside."""
         what = f"lengths from {self.low:g} to {self.high:g}"
-        drawn = draw_until(
-            lambda missing: self.of.draw(generator, missing),
-            lambda lengths: (lengths >= self.low) & (lengths <= self.high),
-            count,
-            what,
-        )
-        return drawn[(drawn >= self.low) & (drawn <= self.high)]
+        drawn = draw_until(lambda missing: self.of.draw(generator, missing), self._inside, count, what)
+        return drawn[self._inside(drawn)]
+
+    def _inside(self, lengths: np.ndarray) -> np.ndarray:
+        return (lengths >= self.low) & (lengths <= self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +199,7 @@ class Upsampled:
     threshold: float
     length: float
 
-    def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
+    def draw(self, generator: Generator, count: int) -> np.ndarray:
         """Draw, double the long ones, shuffle, and take ``count``."""
         lengths = self.of.draw(generator, count)
         copies = int((lengths >= self.threshold).sum())
@@ -252,29 +239,6 @@ def _require(holds: bool, what: str, rule: str) -> None:
     if not holds:
         raise SeqloomError(f"distribution of lengths: {what}; {rule}")
 
-
-# ---- merged: describe.samplers
-# Samplers: named, seeded streams of lengths that look like well-known data.
-
-
-__all__ = [
-    "SAMPLERS",
-    "Atom",
-    "Clipped",
-    "Distribution",
-    "Histogram",
-    "LogNormal",
-    "Mixture",
-    "Normal",
-    "Pareto",
-    "QuantileTable",
-    "Sampler",
-    "Truncated",
-    "Uniform",
-    "Upsampled",
-    "sample",
-    "sampler",
-]
 
 _BLOCK = 8192
 """Lengths drawn at a time. Fixed, so that a longer sample begins with the shorter one of the same seed."""
@@ -319,29 +283,24 @@ class Sampler:
     def stream(self, count: int, *, seed: int, max_length: int | None = None) -> np.ndarray:
         """Draw until ``count`` lengths are at most ``max_length``; longer ones in between are returned too.
 
-        This is a file as one would read it: :func:`seqloom.describe.drop_longer` then keeps ``count`` lengths
-        and counts the others.
+        This is a file as one would read it: `drop_longer` then keeps ``count`` lengths and counts the others.
         """
         if count < 1:
             raise SeqloomError(f"{count} sequences of sampler {self.name}; ask for at least 1")
         if seed < 0:
             raise SeqloomError(f"seed {seed} is negative; use a whole number from 0 up")
         limit = MAX_LENGTH if max_length is None else max_length
-        generator = np.random.Generator(np.random.PCG64(seed))
-        return draw_until(
-            lambda missing: self._block(generator),
-            lambda lengths: lengths <= limit,
-            count,
-            f"sampler {self.name} up to {limit:,} tokens",
-        )
+        generator = Generator(np.random.PCG64(seed))
 
-    def _block(self, generator: np.random.Generator) -> np.ndarray:
-        lengths = np.rint(self.lengths.draw(generator, _BLOCK))
-        return np.clip(lengths, 1, MAX_LENGTH).astype(np.int64)
+        def block(_: int) -> np.ndarray:
+            return np.clip(np.rint(self.lengths.draw(generator, _BLOCK)), 1, MAX_LENGTH).astype(np.int64)
+
+        what = f"sampler {self.name} up to {limit:,} tokens"
+        return draw_until(block, lambda lengths: lengths <= limit, count, what)
 
 
 def sampler(name: str) -> Sampler:
-    """The preset sampler ``name``; the nearest names are offered when it does not exist."""
+    """Return the preset sampler ``name``, or offer the nearest names."""
     return SAMPLERS.lookup(name)
 
 

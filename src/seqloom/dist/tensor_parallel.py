@@ -19,7 +19,7 @@ A TP group holds together what `Group.token_layout` gives one rank of a group wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, overload
@@ -35,6 +35,8 @@ from seqloom.plan import GroupFamily, StageMicroBatch
 
 if TYPE_CHECKING:
     from seqloom.dist.token_layout import Context
+
+RowCollective = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +104,7 @@ def all_gather_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.T
         [tokens of the TP group, ...], rows as in `attention_context(context).spans`.
     """
     tp_group = _tp_group(context)
-    return x if tp_group is None else _AllGather.apply(x, tp_group)
+    return x if tp_group is None else _Collective.apply(x, tp_group.all_gather, tp_group.reduce_scatter)
 
 
 def reduce_scatter_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
@@ -118,7 +120,7 @@ def reduce_scatter_rows(x: torch.Tensor, context: Context | torch.Tensor) -> tor
         [tokens, ...], rows as in `context.spans`.
     """
     tp_group = _tp_group(context)
-    return x if tp_group is None else _ReduceScatter.apply(x, tp_group)
+    return x if tp_group is None else _Collective.apply(x, tp_group.reduce_scatter, tp_group.all_gather)
 
 
 @overload
@@ -139,28 +141,18 @@ def _tp_group(context: Context | torch.Tensor) -> TPGroup | None:
     return None if isinstance(context, torch.Tensor) else context.tp_group
 
 
-class _AllGather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    """An all-gather whose backward is a reduce-scatter, or the other way round."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-        ctx.tp_group = tp_group
-        return tp_group.all_gather(x)
+    def forward(ctx: Any, x: torch.Tensor, run: RowCollective, reverse: RowCollective) -> torch.Tensor:
+        ctx.reverse = reverse
+        return run(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        return ctx.tp_group.reduce_scatter(gradient), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-        ctx.tp_group = tp_group
-        return tp_group.reduce_scatter(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        return ctx.tp_group.all_gather(gradient), None
+        return ctx.reverse(gradient), None, None
 
 
 def tp_ranks_of(work: StageMicroBatch, rank: int, tensor: int) -> tuple[tuple[int, ...], int]:

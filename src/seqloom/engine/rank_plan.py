@@ -56,7 +56,7 @@ class RankPlan:
         stages: {stage of this rank: all rounds of its pipeline, in order}.
         actions: what this rank runs, in order: the row of its pp rank without the rounds that it skips, and with the
             messages among the ranks of two stages on one pp rank that hold different tokens.
-        kv_cache: keys and values of documents in pieces, while a step runs.
+        kv_cache: keys and values of documents in pieces, while a step runs; None: none is in pieces.
         progress: where the rank is in its row, while a step runs.
     """
 
@@ -67,7 +67,7 @@ class RankPlan:
     shard_group: tuple[int, ...]
     stages: dict[int, tuple[RankMicroBatch, ...]]
     actions: tuple[Action, ...]
-    kv_cache: KVCache
+    kv_cache: KVCache | None
     progress: Progress
 
     @property
@@ -111,7 +111,8 @@ def bind_plan(
     _check_world(plan, transport)
     if check and transport.ranks > 1:  # reading the hashes waits for the device
         _check_hash(plan, transport, device)
-    rank, kv_cache = transport.rank, KVCache()
+    rank, pieces = transport.rank, pieces_of_plan(plan)
+    kv_cache = KVCache() if pieces else None
     shard_group = next((group for group in plan.shard_groups if rank in group), ())
     index, pipeline = next(((i, each) for i, each in enumerate(plan.pipelines) if rank in each.ranks), (0, None))
     progress = Progress(pipeline, rank, f"pipeline {index}" if pipeline and len(plan.pipelines) > 1 else "")
@@ -124,7 +125,7 @@ def bind_plan(
         node_size=plan.limits.node_size,
         shard_groups=plan.shard_groups,
         family=plan.limits.family,
-        pieces=pieces_of_plan(plan),
+        pieces=pieces,
         kv_cache=kv_cache,
     )
     pp_rank = next(index for index, ranks in enumerate(pipeline.ranks_by_pp_rank) if rank in ranks)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Who holds what, and who sends what to whom: layouts, moves between them, routes, and token balancing."""
 
 from seqloom.layout.balance import balanced_token_counts, rebalance_layout
 from seqloom.layout.layout import Layout, Span

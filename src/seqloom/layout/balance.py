@@ -1,8 +1,9 @@
-"""A second layout for linear layers: how many tokens every rank shall have, and which ones move.
+"""Token balancing: a second layout for linear layers, in which attention and linear work together are level (Zeppelin).
 
-Attention work grows with the square of a document, linear work with its tokens. `level_targets` says how many tokens
-each rank takes so that both together are level; `rebalanced` moves as few of them as that needs, and those as near as
-can be: what a rank has too many goes to ranks of its node that have too few, and only the rest to other nodes.
+Attention work grows with the square of a document, linear work with its tokens. `balanced_token_counts` says how many
+tokens each rank takes so that both together are level; `rebalance_layout` moves as few of them as that needs, and those
+as near as can be: what a rank has too many goes to ranks of its node that have too few, and only the rest to other
+nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Column
+from seqloom.layout.boxes import Column, deal_intervals
 from seqloom.layout.layout import Layout
 
 
@@ -24,16 +25,15 @@ def balanced_token_counts(
 ) -> Column:
     """Return how many tokens every rank shall have, int64[ranks], so that the slowest is as fast as can be.
 
-    A rank with n tokens takes `work_ns + token_ns * n`. The greatest time of a shard group's ranks that have tokens
-    is the
-    least possible in whole tokens, and any rank would reach it with one token more. Of equal choices, ranks that have
-    more tokens now keep more.
+    A rank with n tokens takes `work_ns + token_ns * n`. The greatest time of a shard group's ranks that have tokens is
+    the least possible in whole tokens, and any rank would reach it with one token more. Of equal choices, ranks that
+    have more tokens now keep more.
 
     Args:
         work_ns: int64[ranks], other work of every rank, in ns.
         token_ns: time of one token, in ns, at least 1.
         tokens: int64[ranks], tokens that every rank has now; those of a shard group stay in it.
-        shard groups: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
+        shard_groups: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
     """
     if token_ns < 1:
         raise PlanError(f"token_ns is {token_ns}: a token takes time; give at least 1 ns")
@@ -48,23 +48,23 @@ def balanced_token_counts(
 
 
 def _fill(work: Column, token_ns: int, held: Column) -> Column:
-    """Fill up to the lowest level at which all tokens fit."""
+    """Fill ranks up to the lowest time level at which all tokens fit."""
     total = int(held.sum())
     if not total:
         return held
     low, high = int(work.min()), int(work.min()) + total * token_ns  # too low, high enough
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _room(work, token_ns, middle).sum() >= total else (middle, high)
-    below, at = _room(work, token_ns, low), _room(work, token_ns, high)
+        low, high = (low, middle) if _tokens_up_to(work, token_ns, middle).sum() >= total else (middle, high)
+    below, at = _tokens_up_to(work, token_ns, low), _tokens_up_to(work, token_ns, high)
     last = np.flatnonzero(at > below)  # ranks that one more token brings up to the level
     chosen = last[np.argsort(below[last] - held[last], kind="stable")][: total - int(below.sum())]
     below[chosen] += 1
     return below
 
 
-def _room(work: Column, token_ns: int, level: int) -> Column:
-    """Tokens that every rank takes without going over a level."""
+def _tokens_up_to(work: Column, token_ns: int, level: int) -> Column:
+    """Return the tokens that every rank takes without going over a time level."""
     return np.maximum(level - work, 0) // token_ns
 
 
@@ -83,15 +83,15 @@ def rebalance_layout(
         layout: one axis, every token on one rank.
         targets: int64[ranks]; they sum up to the tokens, in every shard group.
         node_size: ranks per node.
-        shard groups: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
+        shard_groups: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
     """
     wanted = np.asarray(targets, dtype=np.int64)
     ranks = len(wanted)
-    held = _held(layout, ranks)
+    held = _tokens_held(layout, ranks)
     home = np.full(ranks, -1, dtype=np.int64)
     for number, shard_group in enumerate([range(ranks)] if shard_groups is None else shard_groups):
         home[list(shard_group)] = number
-    _refuse_other_sums(held, wanted, home)
+    _check_targets(held, wanted, home)
     if not len(layout):
         return layout
     surplus, deficit = np.maximum(held - wanted, 0), np.maximum(wanted - held, 0)
@@ -99,17 +99,17 @@ def rebalance_layout(
     group = np.unique(home * ranks + node, return_inverse=True)[1]  # ranks of one shard group and node
     leaves, enters = _spread(surplus, deficit, group), _spread(deficit, surplus, group)
     order = np.argsort(group, kind="stable")
-    flows = [_matched(surplus - leaves, deficit - enters, order), _matched(leaves, enters, order)]
+    flows = [_pair_flows(surplus - leaves, deficit - enters, order), _pair_flows(leaves, enters, order)]
     kept = np.minimum(held, wanted)
     sender, receiver, count = (
         np.concatenate(columns) for columns in zip((order, order, kept[order]), *flows, strict=True)
     )
     first = np.argsort(sender, kind="stable")  # of every rank: what it keeps, what stays in the node, what leaves it
-    return _handed_out(layout, receiver[first], count[first])
+    return Layout(*deal_intervals(layout.item, layout.start, layout.stop, receiver[first], np.cumsum(count[first])))
 
 
-def _held(layout: Layout, ranks: int) -> Column:
-    """Tokens of every rank, int64[ranks]."""
+def _tokens_held(layout: Layout, ranks: int) -> Column:
+    """Return the tokens of every rank, int64[ranks]."""
     if layout.axes != 1:
         raise PlanError("a layout with two axes cannot be rebalanced; only whole tokens move, use one axis")
     if len(layout) and int(layout.rank.max()) >= ranks:
@@ -119,8 +119,8 @@ def _held(layout: Layout, ranks: int) -> Column:
     return held
 
 
-def _refuse_other_sums(held: Column, wanted: Column, home: Column) -> None:
-    """Every shard group's targets sum up to its tokens; ranks without a shard group keep what they have."""
+def _check_targets(held: Column, wanted: Column, home: Column) -> None:
+    """Check that every shard group's targets sum up to its tokens, and that ranks without one keep what they have."""
     if len(wanted) and wanted.min() < 0:
         rank = int(wanted.argmin())
         raise PlanError(f"rank {rank} shall have {wanted[rank]} tokens; a target is 0 or more")
@@ -141,7 +141,7 @@ def _refuse_other_sums(held: Column, wanted: Column, home: Column) -> None:
 
 
 def _spread(give: Column, take: Column, group: Column) -> Column:
-    """How much of `give` its own group cannot take, int64[ranks], spread evenly over the group's ranks that give.
+    """Return how much of `give` its own group cannot take, int64[ranks], spread evenly over the ranks that give.
 
     A group's level is the lowest up to which its ranks must give; ranks that have less give all of it.
     """
@@ -167,25 +167,14 @@ def _sums(values: Column, group: Column) -> Column:
     return sums
 
 
-def _matched(give: Column, take: Column, order: Column) -> tuple[Column, Column, Column]:
-    """Lay what is given and what is taken side by side and read off (sender, receiver, tokens).
+def _pair_flows(give: Column, take: Column, order: Column) -> tuple[Column, Column, Column]:
+    """Lay given and taken tokens side by side and read off (sender, receiver, tokens).
 
-    Both sums agree in every shard group (and, inside nodes, in every node), and ranks of one stand together in
-    `order`: so
-    nothing goes from one to another.
+    Both sums agree in every shard group (and, inside nodes, in every node), and ranks of one are neighbours in `order`:
+    so nothing goes from one to another.
     """
     given, taken = np.cumsum(give[order]), np.cumsum(take[order])
     edges = np.unique(np.concatenate([[0], given, taken]))
     sender = order[np.searchsorted(given, edges[:-1], side="right")]
     receiver = order[np.searchsorted(taken, edges[:-1], side="right")]
     return sender, receiver, np.diff(edges)
-
-
-def _handed_out(layout: Layout, receiver: Column, count: Column) -> Layout:
-    """Give the tokens of a layout, rank by rank, to receivers: `count` each, one after the other."""
-    ends, cuts = np.cumsum(layout.sizes), np.cumsum(count)
-    edges = np.unique(np.concatenate([[0], ends, cuts]))
-    low, high = edges[:-1], edges[1:]
-    box = np.searchsorted(ends, low, side="right")
-    shift = layout.start[box] - (ends - layout.sizes)[box]
-    return Layout(receiver[np.searchsorted(cuts, low, side="right")], layout.item[box], low + shift, high + shift)

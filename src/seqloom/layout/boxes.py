@@ -1,8 +1,13 @@
-"""Boxes as columns: some keys, then an interval on one or two axes. What layouts and moves have in common."""
+"""Interval arithmetic on boxes stored as columns: some keys, then an interval on one or two axes.
+
+Layouts, moves and routes are all computed with what is here: cutting boxes at each other's edges (`Grid`), joining
+boxes that touch (`merge_touching`), and dealing intervals laid end to end (`deal_intervals`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,24 +29,13 @@ class Boxes:
     if TYPE_CHECKING:  # the fields that every kind of boxes has
 
         @property
-        def start(self) -> Column:
-            """First element on the first axis."""
-            ...
-
+        def start(self) -> Column: ...  # noqa: D102
         @property
-        def stop(self) -> Column:
-            """One past the last."""
-            ...
-
+        def stop(self) -> Column: ...  # noqa: D102
         @property
-        def start2(self) -> Column | None:
-            """The same on the second axis, if there is one."""
-            ...
-
+        def start2(self) -> Column | None: ...  # noqa: D102
         @property
-        def stop2(self) -> Column | None:
-            """One past the last there."""
-            ...
+        def stop2(self) -> Column | None: ...  # noqa: D102
 
     @property
     def axes(self) -> int:
@@ -74,7 +68,7 @@ class Boxes:
 
 
 def column_names(boxes: Any) -> tuple[str, ...]:
-    """The fields of a kind of boxes, in order."""
+    """Return the fields of a kind of boxes, in order."""
     return tuple(field.name for field in fields(boxes))
 
 
@@ -114,3 +108,94 @@ def merge_touching(columns: list[Column], *, keys: int) -> list[Column]:
         columns = [column[last] if k == stop else column[fresh] for k, column in enumerate(columns)]
     order = np.lexsort([columns[k] for k in (*reversed(second), start, *reversed(range(keys)))])
     return [column[order] for column in columns]
+
+
+def merge_across(columns: list[Column], *, keys: int) -> list[Column]:
+    """Join boxes that touch along the second axis; a layout or a move then joins whole strips along the first."""
+    swapped = merge_touching([*columns[:keys], *columns[keys + 2 :], *columns[keys : keys + 2]], keys=keys)
+    return [*swapped[:keys], *swapped[keys + 2 :], *swapped[keys : keys + 2]]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Cuts of every item at all edges of some boxes, so that every box is a rectangle of whole cells.
+
+    Cell (i, k) lies between edges i, i + 1 of axis 1 and k, k + 1 of axis 2; its number is i * width + k.
+
+    Attributes:
+        items: sorted items.
+        values: per axis, sorted values of edges of any item.
+        keys: per axis, sorted codes of (item, edge); edges of different items never mix, and codes cannot overflow.
+        edges: per axis, the edge of every code.
+    """
+
+    items: Column
+    values: tuple[Column, ...]
+    keys: tuple[Column, ...]
+    edges: tuple[Column, ...]
+
+    @classmethod
+    def over(cls, *boxes: Sequence[Column]) -> Grid:
+        """Cut by the edges of boxes, each given as columns: item, start, stop[, start2, stop2]."""
+        items = np.unique(np.concatenate([columns[0] for columns in boxes]))
+        keys, edges, values = [], [], []
+        for axis in range(1, len(boxes[0]), 2):
+            cuts = np.concatenate([column for columns in boxes for column in columns[axis : axis + 2]])
+            item = np.concatenate([columns[0] for columns in boxes for _ in range(2)])
+            value = np.unique(cuts)
+            key = np.unique(np.searchsorted(items, item) * len(value) + np.searchsorted(value, cuts))
+            keys.append(key)
+            edges.append(value[key % len(value)])
+            values.append(value)
+        return cls(items, tuple(values), tuple(keys), tuple(edges))
+
+    @property
+    def width(self) -> int:
+        """Cells per step of axis 1 in the numbering of cells."""
+        return len(self.keys[1]) if len(self.keys) == 2 else 1
+
+    def _position(self, axis: int, item: Column, edge: Column) -> Column:
+        code = np.searchsorted(self.items, item) * len(self.values[axis]) + np.searchsorted(self.values[axis], edge)
+        return np.searchsorted(self.keys[axis], code)
+
+    def cells(self, item: Column, start: Column, stop: Column, *second: Column) -> tuple[Column, Column]:
+        """Return the number of every cell of every box, and the box it belongs to."""
+        low, high = self._position(0, item, start), self._position(0, item, stop)
+        box = np.repeat(np.arange(len(item)), high - low)
+        row = low[box] + count_up(high - low)
+        if not second:
+            return row, box
+        low, high = (self._position(1, item, edge) for edge in second)
+        spread = (high - low)[box]
+        row, box = np.repeat(row, spread), np.repeat(box, spread)
+        return row * self.width + low[box] + count_up(spread), box
+
+    def intervals(self, cell: Column) -> list[Column]:
+        """Return start and stop, and with two axes start2 and stop2, of every cell."""
+        indices = np.divmod(cell, self.width) if len(self.keys) == 2 else (cell,)
+        return [edges[index + k] for edges, index in zip(self.edges, indices, strict=True) for k in (0, 1)]
+
+    def item_of(self, cell: int) -> int:
+        """Return the item of a cell."""
+        return int(self.items[self.keys[0][cell // self.width] // len(self.values[0])])
+
+
+def count_up(lengths: Column) -> Column:
+    """Return 0, 1, .., n - 1 for every n in `lengths`, one after the other."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def deal_intervals(
+    item: Column, start: Column, stop: Column, holder: Column, ends: Column
+) -> tuple[Column, Column, Column, Column]:
+    """Lay intervals end to end and give holder k the elements before `ends[k]` that none before it has.
+
+    Returns:
+        holder, item, start and stop of every resulting interval.
+    """
+    stops = np.cumsum(stop - start)
+    edges = np.unique(np.concatenate([[0], stops, ends]))
+    low, high = edges[:-1], edges[1:]
+    box = np.searchsorted(stops, low, side="right")
+    shift = stop[box] - stops[box]
+    return holder[np.searchsorted(ends, low, side="right")], item[box], low + shift, high + shift

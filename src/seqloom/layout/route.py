@@ -1,16 +1,16 @@
-"""A route: how a group's messages between nodes travel when one network card is not enough.
+"""Routes: how a group's messages between nodes travel when one NIC is not enough (Zeppelin).
 
-A message leaves its node through the card near its sender. A routed one is cut into parts that cross through the cards
-of all proxies, and is put together again at its receiver:
+A message leaves its node through the NIC near its sender. A routed one is cut into parts that cross through the NICs of
+all proxies, and is put together again at its receiver:
 
     sender -> proxies of its node -> proxies of the receiver's node -> receiver
 
-`staged` says which boxes go when. Slices follow each other, so that all three links work at once:
+`route_move` says which boxes go when. Slices follow each other, so that all three links work at once:
 
-    stage        0      1      2      3
-    dispatch  slice 0  slice 1                 sender to proxy
-    cross              slice 0  slice 1        proxy to the proxy at the same place of the other node
-    inside             slice 0  slice 1        what stays in a node, beside what crosses
+    step         0        1        2        3
+    dispatch  slice 0  slice 1                     sender to proxy
+    cross              slice 0  slice 1            proxy to the proxy with the same local rank in the other node
+    inside             slice 0  slice 1            boxes that stay in a node, beside those that cross
     combine                     slice 0  slice 1   proxy to receivers
 """
 
@@ -22,7 +22,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Column
+from seqloom.layout.boxes import Column, Grid, count_up
 from seqloom.layout.move import Move
 
 
@@ -31,8 +31,8 @@ class Route:
     """Ranks that carry a group's traffic between nodes.
 
     Attributes:
-        proxies: ascending, in every node of the group the same places, one near each network card. They take part in
-            the round; those that are not in the group only pass on.
+        proxies: ascending, in every node of the group the same local ranks, one near each NIC. They take part in the
+            round; those that are not in the group only pass on.
         slices: pieces of a message that are under way at once, one behind the other.
     """
 
@@ -40,44 +40,44 @@ class Route:
     slices: int = 1
 
     def local_ranks(self, node_size: int) -> dict[int, tuple[int, ...]]:
-        """Return the places of the proxies (rank in the node, ascending) by node."""
+        """Return the local ranks of the proxies, ascending, by node."""
         nodes = groupby(sorted(self.proxies), key=lambda rank: rank // node_size)
         return {node: tuple(rank % node_size for rank in ranks) for node, ranks in nodes}
 
     def common_local_ranks(self, nodes: set[int], node_size: int) -> tuple[int, ...]:
-        """Return the places of the proxies, which are the same in all of `nodes`; PlanError if they are not."""
-        places = self.local_ranks(node_size)
-        first = places.get(min(nodes), ())
+        """Return the local ranks of the proxies, the same in all of `nodes`; raise PlanError if they differ."""
+        by_node = self.local_ranks(node_size)
+        first = by_node.get(min(nodes), ())
         for node in sorted(nodes):
-            if not places.get(node):
+            if not by_node.get(node):
                 raise PlanError(
                     f"a route through proxies {list(self.proxies)} has none in node {node}; "
                     f"every node of the group needs one; add a rank of {node * node_size}-{(node + 1) * node_size - 1}"
                 )
-            if places[node] != first:
+            if by_node[node] != first:
                 raise PlanError(
-                    f"a route has proxies at places {list(first)} of node {min(nodes)}, {list(places[node])} of node "
+                    f"a route has proxies at places {list(first)} of node {min(nodes)}, {list(by_node[node])} of node "
                     f"{node}; they must be the same in every node; use {[node * node_size + p for p in first]}"
                 )
         return first
 
 
 def route_move(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
-    """Cut a move into stages, one after the other, after which every receiver holds what `move` gives it.
+    """Cut a move into steps, one after the other, after which every receiver holds what `move` gives it.
 
-    Boxes inside a node go in slices as well, beside those that cross. What several receivers of one node want crosses
-    once and is sent on to each of them. Between two nodes every proxy carries the same number of elements, in every
-    slice, within one; so it does over all nodes it sends to. In a stage every sender holds what it sends: its own, what
-    a stage before brought for passing on, or what it received there for itself. Boxes that touch are joined, so one may
-    bring a rank both what it wants and what it passes on; no element reaches a rank twice.
+    Boxes inside a node go in slices as well, beside those that cross. A box that several receivers of one node want
+    crosses once and is sent on to each of them. Between two nodes every proxy carries the same number of elements, in
+    every slice, within one; so it does over all nodes it sends to. In a step every sender holds what it sends: its own,
+    what a step before brought for passing on, or what it received there for itself. Boxes that touch are joined, so one
+    may bring a rank both what it wants and what it passes on; no element reaches a rank twice.
 
     Args:
         move: one axis; an item belongs to one message, so (item, element) means the same everywhere.
-        route: proxies at the same places in all nodes that the move joins.
+        route: proxies with the same local ranks in all nodes that the move joins.
         node_size: ranks per node.
 
     Returns:
-        At most `slices + 2` moves; stages without boxes are left out.
+        At most `slices + 2` moves; steps without boxes are left out.
     """
     if move.axes != 1:
         raise PlanError("a routed move has two axes; flatten its messages to one axis first")
@@ -88,23 +88,23 @@ def route_move(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
     if not across.any():
         return (move,) if len(move) else ()
     nodes = set(np.unique(np.concatenate([sends[across], receives[across]])).tolist())
-    places = np.array(route.common_local_ranks(nodes, node_size), dtype=np.int64)
+    local_ranks = np.array(route.common_local_ranks(nodes, node_size), dtype=np.int64)
 
-    freight = _Freight.of(move, across, node_size)
-    slices = _slice(_share(freight, places, node_size), route.slices)
-    legs = [_legs(freight, parts, places, node_size) for parts in slices]
-    inside = _in_turn(tuple(column[~across] for column in move.columns()), route.slices)
-    once = _once([*(leg[0] for leg in legs), *inside])
-    stages: list[list[tuple[Column, ...]]] = [[] for _ in range(route.slices + 2)]
-    for number, (_, cross, combine) in enumerate(legs):
-        stages[number].append(once[number])
-        stages[number + 1] += [cross, once[route.slices + number]]
-        stages[number + 2].append(combine)
-    joined = [tuple(np.concatenate(columns) for columns in zip(*boxes, strict=True)) for boxes in stages]
+    loads = _Loads.of(move, across, node_size)
+    slices = _slice(_share(loads, local_ranks, node_size), route.slices)
+    hops = [_hops(loads, parts, local_ranks, node_size) for parts in slices]
+    inside = _slice_boxes(tuple(column[~across] for column in move.columns()), route.slices)
+    once = _drop_repeats([*(hop[0] for hop in hops), *inside])
+    steps: list[list[tuple[Column, ...]]] = [[] for _ in range(route.slices + 2)]
+    for number, (_, cross, combine) in enumerate(hops):
+        steps[number].append(once[number])
+        steps[number + 1] += [cross, once[route.slices + number]]
+        steps[number + 2].append(combine)
+    joined = [tuple(np.concatenate(columns) for columns in zip(*boxes, strict=True)) for boxes in steps]
     return tuple(Move(*columns) for columns in joined if len(columns[0]))
 
 
-def _number(*columns: Column) -> Column:
+def _codes(*columns: Column) -> Column:
     """Number rows of equal values without gaps, so that further codes fit one integer."""
     code = np.zeros_like(columns[0])
     for column in columns:
@@ -115,22 +115,13 @@ def _number(*columns: Column) -> Column:
 
 def _cut(message: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
     """Cut boxes at all edges of boxes of the same message. Returns box, number of the cell, its start and stop."""
-    value = np.unique(np.concatenate([start, stop]))
-    begin, end = (message * len(value) + np.searchsorted(value, edge) for edge in (start, stop))
-    edges = np.unique(np.concatenate([begin, end]))
-    low = np.searchsorted(edges, begin)
-    count = np.searchsorted(edges, end) - low
-    box = np.repeat(np.arange(len(start)), count)
-    cell = low[box] + _count_up(count)
-    return box, cell, value[edges[cell] % len(value)], value[edges[cell + 1] % len(value)]
+    grid = Grid.over((message, start, stop))
+    cell, box = grid.cells(message, start, stop)
+    start, stop = grid.intervals(cell)
+    return box, cell, start, stop
 
 
-def _count_up(lengths: Column) -> Column:
-    """Return 0, 1, .., n - 1 for every n in `lengths`, one after the other."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def _in_turn(boxes: tuple[Column, ...], slices: int) -> list[tuple[Column, ...]]:
+def _slice_boxes(boxes: tuple[Column, ...], slices: int) -> list[tuple[Column, ...]]:
     """Cut every box into equal slices, the first of all boxes, then the second of all, and so on."""
     *who, start, stop = boxes
     cuts = [start + (stop - start) * k // slices for k in range(slices + 1)]
@@ -138,13 +129,13 @@ def _in_turn(boxes: tuple[Column, ...], slices: int) -> list[tuple[Column, ...]]
     return [tuple(column[part[-1] > part[-2]] for column in part) for part in cut]
 
 
-def _once(moves: list[tuple[Column, ...]]) -> list[tuple[Column, ...]]:
+def _drop_repeats(moves: list[tuple[Column, ...]]) -> list[tuple[Column, ...]]:
     """Leave out of every move what one before it has brought to the same rank."""
     sender, receiver, item, start, stop = (np.concatenate(columns) for columns in zip(*moves, strict=True))
     if not len(sender):
         return moves
     turn = np.repeat(np.arange(len(moves)), [len(columns[0]) for columns in moves])
-    box, cell, start, stop = _cut(_number(sender, receiver, item), start, stop)
+    box, cell, start, stop = _cut(_codes(sender, receiver, item), start, stop)
     order = np.lexsort([turn[box], cell])
     new = order[np.append(True, cell[order][1:] != cell[order][:-1])]
     columns = (sender[box[new]], receiver[box[new]], item[box[new]], start[new], stop[new])
@@ -152,8 +143,8 @@ def _once(moves: list[tuple[Column, ...]]) -> list[tuple[Column, ...]]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Freight:
-    """What crosses: loads, each a cell (elements that the same ranks of a node want) and that node.
+class _Loads:
+    """Elements that cross: a load is a cell (elements that the same ranks of a node want) and that node.
 
     Attributes:
         sender, item, start, stop, source, target: int64[loads], sorted by source and target node.
@@ -170,11 +161,11 @@ class _Freight:
     receiver: Column
 
     @classmethod
-    def of(cls, move: Move, across: np.ndarray, node_size: int) -> _Freight:
+    def of(cls, move: Move, across: np.ndarray, node_size: int) -> _Loads:
         """Cut the boxes that cross at all edges of their message and node, and gather who wants which cell."""
         sender, receiver, item, start, stop = (column[across] for column in move.columns())
         target = receiver // node_size
-        box, cell, start, stop = _cut(_number(sender, item, target), start, stop)
+        box, cell, start, stop = _cut(_codes(sender, item, target), start, stop)
         source = sender[box] // node_size
         order = np.lexsort([receiver[box], cell, target[box], source])
         box, cell, start, stop, source = (column[order] for column in (box, cell, start, stop, source))
@@ -186,83 +177,85 @@ class _Freight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Parts of loads with the proxies that carry them: int64[parts] load, place (an index), start, stop and pair."""
+    """Parts of loads, int64[parts] each: the load, the index of the proxy that carries it, its interval, and the pair
+    of nodes.
+    """
 
     load: Column
-    place: Column
+    proxy: Column
     start: Column
     stop: Column
     pair: Column
 
     def __getitem__(self, chosen: np.ndarray) -> _Parts:
-        return _Parts(*(column[chosen] for column in (self.load, self.place, self.start, self.stop, self.pair)))
+        return _Parts(*(column[chosen] for column in (self.load, self.proxy, self.start, self.stop, self.pair)))
 
 
-def _share(freight: _Freight, places: Column, node_size: int) -> _Parts:
+def _share(loads: _Loads, proxies: Column, node_size: int) -> _Parts:
     """Give every proxy the same number of elements of every pair of nodes.
 
-    In turn: loads whose sender and one receiver stand at the proxy's place, then those whose sender does, those of
+    In turn: loads whose sender and one receiver have the proxy's local rank, then those whose sender does, those of
     which a receiver does, and what is left. So few parts are dispatched or combined at all.
     """
-    pair = _number(freight.source, freight.target)
+    pair = _codes(loads.source, loads.target)
     first = np.flatnonzero(np.append(True, pair[1:] != pair[:-1]))
-    total = np.add.reduceat(freight.stop - freight.start, first)
-    room = _rooms(total, freight.source[first], len(places))
-    leaves = (freight.sender % node_size)[:, None] == places
+    total = np.add.reduceat(loads.stop - loads.start, first)
+    share = _proxy_shares(total, loads.source[first], len(proxies))
+    leaves = (loads.sender % node_size)[:, None] == proxies
     arrives = np.zeros_like(leaves)
-    wants, place = np.nonzero((freight.receiver % node_size)[:, None] == places)
-    arrives[freight.load[wants], place] = True
+    wants, proxy = np.nonzero((loads.receiver % node_size)[:, None] == proxies)
+    arrives[loads.load[wants], proxy] = True
 
-    start, found = freight.start.copy(), []
+    start, found = loads.start.copy(), []
     for fitting in (leaves & arrives, leaves, arrives, np.ones_like(leaves)):
-        for k in range(len(places)):
-            take = np.where(fitting[:, k], freight.stop - start, 0)
+        for k in range(len(proxies)):
+            take = np.where(fitting[:, k], loads.stop - start, 0)
             before = np.cumsum(take) - take
-            take = np.clip(room[pair, k] - (before - before[first][pair]), 0, take)
-            room[:, k] -= np.add.reduceat(take, first)
+            take = np.clip(share[pair, k] - (before - before[first][pair]), 0, take)
+            share[:, k] -= np.add.reduceat(take, first)
             used = np.flatnonzero(take)
             found.append((used, np.full_like(used, k), start[used], start[used] + take[used], pair[used]))
             start += take
     return _Parts(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
 
-def _rooms(total: Column, source: Column, places: int) -> np.ndarray:
-    """int64[pairs, places]: elements that every proxy carries. The odd ones go on where the pair before left off."""
-    base, extra = np.divmod(total, places)
+def _proxy_shares(total: Column, source: Column, proxies: int) -> np.ndarray:
+    """int64[pairs, proxies]: elements that every proxy carries. The odd ones go on where the pair before left off."""
+    base, extra = np.divmod(total, proxies)
     before = np.cumsum(extra) - extra
     before -= before[np.searchsorted(source, source)]
-    turn = (np.arange(places) - before[:, None]) % places
+    turn = (np.arange(proxies) - before[:, None]) % proxies
     return base[:, None] + (turn < extra[:, None])
 
 
 def _slice(parts: _Parts, slices: int) -> tuple[_Parts, ...]:
     """Lay the parts of every pair of nodes and proxy end to end and cut them into equal slices."""
-    parts = parts[np.lexsort([parts.start, parts.load, parts.place, parts.pair])]
+    parts = parts[np.lexsort([parts.start, parts.load, parts.proxy, parts.pair])]
     size = parts.stop - parts.start
-    lane = _number(parts.pair, parts.place)
-    first = np.flatnonzero(np.append(True, lane[1:] != lane[:-1]))
+    stream = _codes(parts.pair, parts.proxy)
+    first = np.flatnonzero(np.append(True, stream[1:] != stream[:-1]))
     base, extra = np.divmod(np.add.reduceat(size, first), slices)
     offset = np.cumsum(size) - size
-    offset -= offset[first][lane]
+    offset -= offset[first][stream]
     cut = []
     for number in range(slices):
         low, high = (k * base + np.minimum(k, extra) for k in (number, number + 1))
-        start = parts.start + np.clip(low[lane] - offset, 0, size)
-        stop = parts.start + np.clip(high[lane] - offset, 0, size)
+        start = parts.start + np.clip(low[stream] - offset, 0, size)
+        stop = parts.start + np.clip(high[stream] - offset, 0, size)
         used = stop > start
-        cut.append(_Parts(parts.load[used], parts.place[used], start[used], stop[used], parts.pair[used]))
+        cut.append(_Parts(parts.load[used], parts.proxy[used], start[used], stop[used], parts.pair[used]))
     return tuple(cut)
 
 
-def _legs(freight: _Freight, part: _Parts, places: Column, node_size: int) -> tuple[tuple[Column, ...], ...]:
-    """Return the boxes of the three legs of some parts; what a rank would send to itself is left out."""
+def _hops(loads: _Loads, part: _Parts, proxies: Column, node_size: int) -> tuple[tuple[Column, ...], ...]:
+    """Return the boxes of the three hops of some parts; what a rank would send to itself is left out."""
     load, start, stop = part.load, part.start, part.stop
-    item = freight.item[load]
-    leaves, enters = (node[load] * node_size + places[part.place] for node in (freight.source, freight.target))
-    dispatch = (freight.sender[load], leaves, item, start, stop)
-    low, high = (np.searchsorted(freight.load, load, side=side) for side in ("left", "right"))
+    item = loads.item[load]
+    leaves, enters = (node[load] * node_size + proxies[part.proxy] for node in (loads.source, loads.target))
+    dispatch = (loads.sender[load], leaves, item, start, stop)
+    low, high = (np.searchsorted(loads.load, load, side=side) for side in ("left", "right"))
     each = np.repeat(np.arange(len(load)), high - low)
-    receiver = freight.receiver[low[each] + _count_up(high - low)]
+    receiver = loads.receiver[low[each] + count_up(high - low)]
     combine = (enters[each], receiver, item[each], start[each], stop[each])
     return _remote(dispatch), (leaves, enters, item, start, stop), _remote(combine)
 

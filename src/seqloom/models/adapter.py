@@ -199,12 +199,12 @@ class ModelAdapter:
 class ModelWithLoss(nn.Module):
     """A model from token ids to the sum of token losses, as one module: FSDP unshards what it needs for one call."""
 
-    def __init__(self, adapter: ModelAdapter, chunk: int = CHUNK, together: HeadGradients | None = None) -> None:
-        """Wrap a model; `chunk` and `together` as in `summed_loss`."""
+    def __init__(self, adapter: ModelAdapter, chunk: int = CHUNK, head_gradients: HeadGradients | None = None) -> None:
+        """Wrap a model; `chunk` and `head_gradients` as in `summed_loss`."""
         super().__init__()
         self.inner = adapter.module
         self._adapter = (adapter,)  # in a tuple: torch sees parameters under `inner` alone
-        self._options = {"chunk": chunk, "together": together}
+        self._options = {"chunk": chunk, "head_gradients": head_gradients}
 
     def forward(
         self, given: torch.Tensor, labels: torch.Tensor | None, context: Context, part: LayerRange | None = None

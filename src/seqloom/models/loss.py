@@ -1,14 +1,14 @@
 """The loss of packed tokens, in chunks: the logits of all tokens never exist at once.
 
-For every chunk the logits are made, turned into token losses and, in the same memory, into their own gradient, which
-is multiplied out at once. So backward only scales what forward has found, and a chunk's logits are made only once.
+Forward computes the logits of a chunk, the token losses and, in the memory of the logits, their gradient, from which it
+adds up the gradients of hidden states and head. So backward only scales these, and no logits are computed twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,17 +22,17 @@ CHUNK = 2048
 
 
 class HeadGradients:
-    """The head's gradients of all rounds of a step that wait for their backward, in one sum.
+    """The sum of the head's gradients of all rounds of a step that wait for their backward.
 
-    Each would be as large as the head, and where a document is in pieces, all of them wait at once. Forward adds a
-    round's to the sum, and the next backward takes all of it. So rounds must be scaled alike, as those of a step are.
+    Each would be as large as the head, and where a document is in pieces, all of them wait at once. A forward adds its
+    round's gradient to the sum, and the next backward takes all of it: the rounds of a step have the same scale.
     """
 
     def __init__(self) -> None:
         """Start with nothing."""
         self._sum: torch.Tensor | None = None
 
-    def room(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the sum, to be added to; it has the shape of the weight."""
         if self._sum is None:
             self._sum = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
@@ -40,11 +40,11 @@ class HeadGradients:
 
     def take(self) -> torch.Tensor | None:
         """Return the sum, if any, and start anew."""
-        found, self._sum = self._sum, None
-        return found
+        total, self._sum = self._sum, None
+        return total
 
     def clear(self) -> None:
-        """Forget what waits: a step was given up."""
+        """Drop the sum, as after a failed step."""
         self._sum = None
 
 
@@ -54,7 +54,7 @@ def summed_loss(
     labels: torch.Tensor,
     *,
     chunk: int = CHUNK,
-    together: HeadGradients | None = None,
+    head_gradients: HeadGradients | None = None,
 ) -> torch.Tensor:
     """Return the sum of the token losses, a scalar in float32 (float64 for float64).
 
@@ -62,14 +62,14 @@ def summed_loss(
 
     Args:
         hidden: [tokens, hidden], after the final norm.
-        weight: [vocabulary, hidden] of the head, whole; the table of tokens where the head is tied to it.
+        weight: [vocabulary, hidden] of the head, unsharded; the token embedding where the head is tied to it.
         labels: int64[tokens], shifted already; `IGNORED` where the loss does not count.
         chunk: tokens whose logits exist at once.
-        together: where the weight's gradient waits for backward with those of other calls; None: by itself.
+        head_gradients: sums the weight's gradient with those of other calls until backward; None: a sum of its own.
     """
     _check(hidden, weight, labels, chunk)
-    wants = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
-    return _SummedLoss.apply(hidden, weight, labels, chunk, wants or (False, False), together)
+    needs = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
+    return _SummedLoss.apply(hidden, weight, labels, chunk, needs or (False, False), head_gradients)
 
 
 def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -77,16 +77,8 @@ def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
     return (labels != IGNORED).sum()
 
 
-class _Found(NamedTuple):
-    """The sum and its gradients; None where they are not asked for."""
-
-    loss: torch.Tensor
-    hidden: torch.Tensor | None
-    weight: torch.Tensor | None
-
-
 class _SummedLoss(torch.autograd.Function):
-    """The one node of a loss."""
+    """The autograd node of a loss. Forward computes the gradients too; `needs` says which (hidden, weight)."""
 
     @staticmethod
     def forward(
@@ -95,65 +87,48 @@ class _SummedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         chunk: int,
-        wants: tuple[bool, bool],
-        together: HeadGradients | None,
+        needs: tuple[bool, bool],
+        head_gradients: HeadGradients | None,
     ) -> torch.Tensor:
-        found = _sum_chunks(hidden, weight, labels, chunk, wants, together)
-        ctx.save_for_backward(found.hidden, found.weight)
-        ctx.together, ctx.dtype = together if wants[1] else None, weight.dtype
-        return found.loss
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        token_losses = _losses_function(hidden.device, wide)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        dhidden = torch.empty_like(hidden) if needs[0] else None
+        dweight = (head_gradients or HeadGradients()).buffer(weight, wide) if needs[1] else None
+        for start in range(0, len(hidden), chunk):
+            rows = hidden[start : start + chunk]
+            logits = rows @ weight.T
+            total += token_losses(logits, labels[start : start + chunk], IGNORED, any(needs)).sum()
+            if dhidden is not None:  # the logits are their own gradient now
+                torch.mm(logits, weight, out=dhidden[start : start + chunk])
+            if dweight is not None:
+                dweight += logits.T @ rows
+        own = dweight.to(weight.dtype) if dweight is not None and head_gradients is None else None
+        ctx.save_for_backward(dhidden, own)
+        ctx.head_gradients, ctx.dtype = head_gradients if needs[1] else None, weight.dtype
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        scale, (hidden, weight) = grad_outputs[0], ctx.saved_tensors
-        if ctx.together is not None:
-            weight = ctx.together.take()
-        scaled = [None if each is None else each * scale for each in (hidden, weight)]
-        return scaled[0], None if scaled[1] is None else scaled[1].to(ctx.dtype), None, None, None, None
+        scale, (dhidden, dweight) = grad_outputs[0], ctx.saved_tensors
+        if ctx.head_gradients is not None:
+            dweight = ctx.head_gradients.take()
+        return (
+            None if dhidden is None else dhidden * scale,
+            None if dweight is None else (dweight * scale).to(ctx.dtype),
+            *[None] * 4,
+        )
 
 
-def _sum_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    chunk: int,
-    wants: tuple[bool, bool],
-    together: HeadGradients | None,
-) -> _Found:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    total = torch.zeros((), dtype=wide, device=hidden.device)
-    dhidden = torch.empty_like(hidden) if wants[0] else None
-    dweight = (together or HeadGradients()).room(weight, wide) if wants[1] else None
-    for start in range(0, len(hidden), chunk):
-        rows = hidden[start : start + chunk]
-        losses, slopes = _one_chunk(rows, weight, labels[start : start + chunk], wide, any(wants))
-        total += losses
-        if dhidden is not None:
-            torch.mm(slopes, weight, out=dhidden[start : start + chunk])
-        if dweight is not None:
-            dweight += slopes.T @ rows
-    own = dweight.to(weight.dtype) if dweight is not None and together is None else None
-    return _Found(total, dhidden, own)
-
-
-def _one_chunk(
-    rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, wanted: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of a chunk's losses and, if wanted, its gradient by the logits, [rows, vocabulary]."""
-    logits = rows @ weight.T
-    losses = _losses_on(logits.device, wide)(logits, labels, IGNORED, wanted)
-    return losses.sum(), logits
-
-
-def plain_losses(logits: torch.Tensor, labels: torch.Tensor, ignored: int, wanted: bool) -> torch.Tensor:
+def plain_losses(logits: torch.Tensor, labels: torch.Tensor, ignored: int, needs_gradient: bool) -> torch.Tensor:
     """Return the loss of every row in float32 (float64 for float64), 0 where its label is `ignored`.
 
     Args:
-        logits: [rows, vocabulary]; overwritten, where wanted by their own gradient.
+        logits: [rows, vocabulary]; overwritten, by their own gradient where that is needed.
         labels: int64[rows].
         ignored: the label that does not count.
-        wanted: whether the gradient is.
+        needs_gradient: of the logits.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     counts = (labels != ignored).unsqueeze(1)
@@ -162,14 +137,14 @@ def plain_losses(logits: torch.Tensor, labels: torch.Tensor, ignored: int, wante
     values = logits.sub_(top) if logits.dtype == wide else logits - top
     chosen = values.gather(1, targets)
     sums = values.exp_().sum(1, keepdim=True)
-    if wanted:
+    if needs_gradient:
         values.scatter_add_(1, targets, -sums)
         torch.mul(values, counts / sums, out=logits)
     return torch.where(counts, sums.log() - chosen, 0).squeeze(1)
 
 
-def _losses_on(device: torch.device, wide: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Return `plain_losses`, or what does the same faster on this device."""
+def _losses_function(device: torch.device, wide: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Return `plain_losses`, or the fused kernel that does the same on a GPU."""
     if device.type == "cuda" and wide == torch.float32 and find_spec("triton") is not None:
         from seqloom.models.triton_loss import fused_losses
 

@@ -17,8 +17,7 @@ Which activations a layer drops until its backward:
                 attention replays its results: no kernel runs and no key or value goes round a second time
 
 Recomputing needs q, k and v where the kernels work. Without Ulysses these are the layer's own, recomputed. With Ulysses
-they are exchanged once more, which is what plans are priced with, unless `keep_exchanged` spends the memory to keep
-them; then nothing is sent twice.
+they are exchanged once more, which is what plans are priced with.
 """
 
 from __future__ import annotations
@@ -52,13 +51,11 @@ class LayerWrapper:
 
     Attributes:
         recompute: apply activation checkpointing.
-        keep_exchanged: see `recompute_layers`.
         compiled: compiled(layer, context, args, kwargs) runs the compiled body; None: not compiled.
         hooks: by name.
     """
 
     recompute: bool = False
-    keep_exchanged: bool = False
     compiled: Callable[[nn.Module, Context, tuple[Any, ...], dict[str, Any]], Any] | None = None
     hooks: dict[str, LayerHooks] = field(default_factory=dict)
 
@@ -78,7 +75,7 @@ def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     body = partial(_wrapped_body, layer, wrapper)
     if not wrapper.recompute:
         return body(*args, **kwargs)
-    return run_checkpointed(body, args, kwargs, keep_exchanged=wrapper.keep_exchanged)
+    return run_checkpointed(body, args, kwargs)
 
 
 def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs: Any) -> Any:
@@ -108,31 +105,28 @@ def context_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
     return found[0]
 
 
-def recompute_layers(layers: Iterable[nn.Module], *, keep_exchanged: bool = False) -> None:
+def recompute_layers(layers: Iterable[nn.Module]) -> None:
     """Make layers recompute as the context of each call says.
 
     Call it before the parameters are sharded. Every layer must be called with the context, by place or by name.
 
     Args:
         layers: of the reference model, or decoder layers of transformers.
-        keep_exchanged: under selective checkpointing, keep q, k and v as the Ulysses exchange delivered them.
     """
     for layer in layers:
         wrapper = LayerWrapper.of(layer)
         if wrapper.recompute:
             raise SeqloomError(f"{type(layer).__name__} recomputes already; call recompute_layers once for a layer")
-        wrapper.recompute, wrapper.keep_exchanged = True, keep_exchanged
+        wrapper.recompute = True
 
 
-def run_checkpointed(
-    body: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_exchanged: bool = False
-) -> T:
+def run_checkpointed(body: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
     """Call `body(*args, **kwargs)` under the activation checkpointing of the context among its arguments."""
     policy = context_among(args, kwargs).work.checkpoint
     if policy in KEEP_ALL or not torch.is_grad_enabled():
         return body(*args, **kwargs)
     if policy == Checkpoint.SELECTIVE:
-        body = partial(_run_selective, body, SavedAttention(keep_exchanged))
+        body = partial(_run_selective, body, SavedAttention())
     # Nothing random happens in a layer, so there is no state of generators to restore.
     return cast("T", checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
 

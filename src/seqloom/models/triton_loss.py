@@ -23,7 +23,7 @@ def _losses_kernel(
     losses,
     IGNORED: tl.constexpr,
     VOCABULARY: tl.constexpr,  # known when compiled: rows are read in wide, aligned pieces
-    WANTED: tl.constexpr,
+    GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Serve one row."""
@@ -40,7 +40,7 @@ def _losses_kernel(
         top = higher
     loss = tl.log(total) - (tl.load(chosen + row).to(tl.float32) - top)
     tl.store(losses + row, tl.where(label == IGNORED, 0.0, loss))
-    if WANTED:
+    if GRADIENT:
         for begin in range(0, VOCABULARY, BLOCK):
             inside = begin + columns < VOCABULARY
             values = tl.load(logits + begin + columns, inside, float("-inf")).to(tl.float32)
@@ -49,7 +49,7 @@ def _losses_kernel(
             tl.store(logits + begin + columns, slopes.to(logits.dtype.element_ty), inside)
 
 
-def fused_losses(logits: torch.Tensor, labels: torch.Tensor, ignored: int, wanted: bool) -> torch.Tensor:
+def fused_losses(logits: torch.Tensor, labels: torch.Tensor, ignored: int, needs_gradient: bool) -> torch.Tensor:
     """Return the loss of every row, float32[rows]; see `plain_losses`. Logits are contiguous."""
     rows, vocabulary = logits.shape
     targets = torch.where(labels == ignored, 0, labels)
@@ -57,6 +57,6 @@ def fused_losses(logits: torch.Tensor, labels: torch.Tensor, ignored: int, wante
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(vocabulary))
-        options = {"IGNORED": ignored, "VOCABULARY": vocabulary, "WANTED": wanted, "BLOCK": block}
+        options = {"IGNORED": ignored, "VOCABULARY": vocabulary, "GRADIENT": needs_gradient, "BLOCK": block}
         run_kernel(_losses_kernel, (rows,), logits, labels, chosen, losses, **options, num_warps=_WARPS)
     return losses

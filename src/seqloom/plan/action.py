@@ -32,6 +32,9 @@ class ActionKind(StrEnum):
     REDUCE = "REDUCE"
 
 
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
+
 _LONGEST_FIRST = sorted((kind.value for kind in ActionKind), key=len, reverse=True)
 _PATTERN = re.compile(rf"(\d+)({'|'.join(_LONGEST_FIRST)})(\d+)?", re.ASCII)
 

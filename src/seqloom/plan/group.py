@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Column
+from seqloom.layout.boxes import Column, deal_intervals
 from seqloom.layout.layout import Layout, Span
 from seqloom.layout.route import Route
 
@@ -33,7 +33,7 @@ class Group:
     """Ranks in order, `ulysses` x `ring`, and the spans they work on.
 
     Rank i of the group has Ulysses index `i % ulysses` and ring index `i // ulysses`. `method` and `route` are about
-    the ring: how keys and values are shared, and how they cross between nodes (None: each through its own card).
+    the ring: how keys and values are shared, and how they cross between nodes (None: each through its own NIC).
     """
 
     ranks: tuple[int, ...]
@@ -74,8 +74,7 @@ class Group:
         """Return who holds which tokens outside attention, one axis.
 
         Without a ring the spans are packed one after the other and every rank gets an equal run of tokens
-        (some one more). With a ring the spans are first dealt to the ring indices in zigzag, see
-        `ring_spans`.
+        (some one more). With a ring the spans are first dealt to the ring indices in zigzag, see `ring_spans`.
         """
         return Layout(*self.token_columns())
 
@@ -137,7 +136,7 @@ class Group:
 
 
 def sort_groups(groups: Iterable[Group], node_size: int) -> tuple[Group, ...]:
-    """Sort the groups of a round by `Group.turn`, slow links first; others keep their order."""
+    """Sort the groups of a round by `Group.order_key`, slow links first; others keep their order."""
     return tuple(sorted(groups, key=lambda group: group.order_key(node_size)))
 
 
@@ -158,12 +157,5 @@ def _deal(spans: Sequence[Span], ranks: Sequence[int]) -> tuple[Column, Column, 
         none = np.empty(0, dtype=np.int64)
         return none, none, none, none
     item, start, stop = np.array(spans, dtype=np.int64).T
-    ends = np.cumsum(stop - start)
-    offset = ends - (stop - start)
-    cuts = -(-np.arange(len(ranks), dtype=np.int64) * ends[-1] // len(ranks))
-    edges = np.unique(np.concatenate([offset, cuts, ends[-1:]]))
-    low, high = edges[:-1], edges[1:]
-    span = np.searchsorted(ends, low, side="right")
-    holder = np.asarray(ranks, dtype=np.int64)[np.searchsorted(cuts, low, side="right") - 1]
-    shift = start[span] - offset[span]
-    return holder, item[span], low + shift, high + shift
+    ends = -(-np.arange(1, len(ranks) + 1, dtype=np.int64) * (stop - start).sum() // len(ranks))
+    return deal_intervals(item, start, stop, np.asarray(ranks, dtype=np.int64), ends)

@@ -1,7 +1,8 @@
-"""The fixed list of rank blocks that may become a Ulysses communicator.
+"""Limits that a plan must respect, carried by the plan so that it can be checked anywhere.
 
-Communicators cost memory and start-up time, so they are never made on demand: a planner chooses among the
-blocks of this family, all of which exist before the first step. Blocks are contiguous and aligned:
+`GroupFamily` is the fixed list of rank blocks that may become a Ulysses communicator. Communicators cost memory and
+start-up time, so none is made on demand: a planner chooses among the blocks of the family, all of which exist before
+the first step. Blocks are contiguous and aligned:
 
     in a node    ranks start..start+size of one node, start (counted in the node) a multiple of size
     over nodes   a whole number of nodes, the index of the first a multiple of that number
@@ -94,18 +95,14 @@ def _build(ranks: int, node_size: int, budget: int) -> GroupFamily:
     return GroupFamily(ranks, node_size, budget)
 
 
-# ---- merged: plan.limits
-# What a plan must respect, carried by the plan so that it can be checked anywhere.
-
-
 class Sharding(StrEnum):
-    """How far the parameters of a host's stages are sharded: over its ranks, its ranks in one node, or not at all.
+    """How far the parameters of a pipeline rank's stages are sharded: over its ranks, over those in one node, or not.
 
-    A plan of one stage has one host, the world: there full sharding is over all ranks, hybrid over a node's.
+    A plan of one stage has one pipeline rank, the world: there full sharding is over all ranks, hybrid over a node's.
 
-    free: masters lie in one even layout over all ranks of the world, whatever the stages. Every step brings the
-    parameters from there to where its plan computes with them, where they stay for the step, and takes the gradients
-    back. So plans of successive steps may have any stages.
+    free: the optimiser's masters are in one even layout over all ranks of the world, whatever the stages. Every step
+    moves the parameters from there to where its plan computes with them, where they stay for the step, and moves the
+    gradients back. So plans of successive steps may have any stages.
     """
 
     FULL = "full"
@@ -130,7 +127,7 @@ class Limits:
         node_size: ranks per node.
         heads: query heads of the model; a Ulysses rank needs at least one.
         capacity: (checkpoint, tokens per rank in one round) for every checkpoint that the plan may use.
-        granule: every document occupies a multiple of this many tokens.
+        pad_multiple: every document occupies a multiple of this many tokens.
         communicators: Ulysses communicators per rank that the group family may use.
     """
 
@@ -147,13 +144,11 @@ class Limits:
         return GroupFamily.cached(self.ranks, self.node_size, self.communicators)
 
     def padded(self, tokens: int) -> int:
-        """Return `tokens` rounded up to the granule."""
+        """Return `tokens` rounded up to the `pad_multiple`."""
         return -(-tokens // self.pad_multiple) * self.pad_multiple
 
     def shard_groups(self, sharding: Sharding, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Cut a host's ranks into shard groups: ranks that share parameter shards, and so take part in the same
-        rounds.
-        """
+        """Cut the ranks of a pipeline rank into shard groups: those that share parameter shards."""
         if sharding == Sharding.FULL:
             return (tuple(ranks),)
         if sharding in (Sharding.NONE, Sharding.FREE):

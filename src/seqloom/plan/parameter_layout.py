@@ -1,10 +1,10 @@
-"""Parameters as boxes: who keeps which rows for the optimiser, and who needs which to compute a plan.
+"""Parameters as boxes: which rows each rank stores for the optimiser, and which it needs to compute a plan.
 
 The optimiser's layout never changes. Every step parameters move from it to the compute layout of that step's plan, and
 gradients move back and are summed. Two pipelines, one of two stages and one of a single stage with tensor degree 2:
 
-                  optimiser   compute layout                                    a weight of 8 rows that a team
-        rank 0    rows 0-1    pipeline 0, stage 0: rows 0-7 of its layers       cuts along its rows
+                  optimiser   compute layout                                    a weight of 8 rows that a
+        rank 0    rows 0-1    pipeline 0, stage 0: rows 0-7 of its layers       TP group cuts along its rows
         rank 1    rows 2-3    pipeline 0, stage 1: rows 0-7 of its layers
         rank 2    rows 4-5    pipeline 1: rows 0-3 of all layers
         rank 3    rows 6-7    pipeline 1: rows 4-7 of all layers
@@ -14,7 +14,7 @@ Items of these layouts are indices of a list of weights, the axes are rows and c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,10 +36,9 @@ class Weight(NamedTuple):
         name: as in checkpoints.
         rows: length of the first axis.
         columns: product of the other axes; 1 for vectors.
-        home: what needs it: numbers of layers, "embedding", "head" (the final norm and the vocabulary projection); a
-            table that is both has both.
-        cut: the axis along which a tensor-parallel team cuts it: 0 (rows), 1 (columns) or None (every member has the
-            whole).
+        used_by: numbers of layers, "embedding", "head" (the final norm and the vocabulary projection); a tied embedding
+            has both.
+        tp_axis: the axis along which a TP group cuts it: 0 (rows), 1 (columns) or None (every rank has all of it).
     """
 
     name: str
@@ -52,23 +51,23 @@ class Weight(NamedTuple):
 def layer_buckets(weights: Sequence[Weight]) -> tuple[tuple[int, ...], ...]:
     """Return the weights that move together: the embedding's, those of layers 0, 1, .., then the norm's and the head's.
 
-    Layer k is bundle k + 1, the head is the last bundle; a bundle may be empty. A weight of several homes belongs to
-    the first of them. So a table that is also the head moves with the embedding: its values are there before either
-    use. Its gradient may move after both uses have had their last backward on this rank; gradients move from the last
-    bundle to the first, and a rank that ends a model and does not begin it just keeps the table's until the first
-    bundle's turn.
+    Layer k is bucket k + 1, the head is the last bucket; a bucket may be empty. A weight with several users belongs to
+    the first of them. So a tied embedding moves with the embedding: its values are there before either use. Its
+    gradient may move after both uses have had their last backward on this rank; gradients move from the last bucket to
+    the first, and a rank that has the head but not the embedding stores the table's until the first bucket's turn.
     """
-    layers = 1 + max((home for weight in weights for home in weight.used_by if isinstance(home, int)), default=-1)
-    found: list[list[int]] = [[] for _ in range(layers + 2)]
+    layers = 1 + max((user for weight in weights for user in weight.used_by if isinstance(user, int)), default=-1)
+    buckets: list[list[int]] = [[] for _ in range(layers + 2)]
     for index, weight in enumerate(weights):
         if not weight.used_by:
             raise PlanError(f"{weight.name} has no home; name the layers that need it, {EMBEDDING!r} or {HEAD!r}")
-        found[min(_bundle(home, layers) for home in weight.used_by)].append(index)
-    return tuple(map(tuple, found))
+        numbers = {EMBEDDING: 0, HEAD: layers + 1}
+        buckets[min(numbers[user] if isinstance(user, str) else user + 1 for user in weight.used_by)].append(index)
+    return tuple(map(tuple, buckets))
 
 
 def optimiser_layout(weights: Sequence[Weight], ranks: int) -> Layout:
-    """Return who keeps what for the optimiser: rank k has the k-th chunk of ceil(rows / ranks) rows of every weight.
+    """Return the optimiser's layout: rank k stores the k-th chunk of ceil(rows / ranks) rows of every weight.
 
     This is torch's chunking, so these are the shards of a DTensor with Shard(0) over all ranks. The last ranks have
     less, or nothing, of a weight that does not divide.
@@ -82,8 +81,8 @@ def optimiser_layout(weights: Sequence[Weight], ranks: int) -> Layout:
 def compute_layout(weights: Sequence[Weight], pipelines: Sequence[Pipeline]) -> Layout:
     """Return what every rank holds while its stages compute; ranks in no stage hold nothing.
 
-    Ranks of a stage hold all weights whose home is in it: the whole, or, with a tensor degree t, member k of a team the
-    k-th of t equal parts along the cut.
+    Ranks of a stage hold all weights that its layers use: all of each, or, with a tensor degree t, rank k of a TP group
+    the k-th of t equal slices along `tp_axis`.
     """
     return step_layout(weights, pipelines)
 
@@ -93,33 +92,35 @@ def step_layout(
 ) -> Layout:
     """Return what every rank holds for the whole step, where some stages are gathered for every pass.
 
-    Ranks of such a stage with the same slice of weights (members k of all its teams: `columns_of`) keep between
-    passes an even share of the rows of what they hold while computing: rank j of w the j-th chunk of ceil(rows / w).
-    Other stages keep what they compute with. What another stage of the same ranks keeps for the step is kept whole.
+    Ranks of such a stage with the same slice of weights (`dp_groups`) store between passes an even share of the rows of
+    what they hold while computing: rank j of w the j-th chunk of ceil(rows / w). Other stages store what they compute
+    with. A weight that another stage of the same ranks stores for the step is stored in full.
 
-    A pass then is a move from here to the compute layout among the ranks of each column (see `Layout.among`), and
-    gradients of a pass are summed the same way back.
+    UNSHARD then is a move from here to the compute layout among the ranks of each `dp_groups` entry, and gradients of a
+    pass are summed the same way back.
 
     Args:
         weights: of the whole model.
         pipelines: side by side.
         resharded: (pipeline, stage) of the stages that are gathered for every pass.
     """
-    shapes, homes = _shapes(weights), _Homes(weights)
-    found = []
+    shapes = _shapes(weights)
+    needed_by: dict[LayerRange, tuple[int, ...]] = {}  # ranges repeat from pipeline to pipeline
+    boxes = []
     for number, pipeline in enumerate(pipelines):
-        parts = pipeline.layer_ranges
-        for host in range(len(pipeline.ranks_by_pp_rank)):
-            stages = sorted(pipeline.stages_of(host), key=lambda stage: ((number, stage) in resharded, stage))
+        ranges = pipeline.layer_ranges
+        for pp_rank in range(len(pipeline.ranks_by_pp_rank)):
+            stages = sorted(pipeline.stages_of(pp_rank), key=lambda stage: ((number, stage) in resharded, stage))
             held: dict[int, int] = {}  # weight: tensor degree of the stage that has brought it
             for stage in stages:
                 ranks, tensor = pipeline.stages[stage].ranks, pipeline.stages[stage].tensor
-                needed = homes.needed(parts[stage])
+                layers = ranges[stage]
+                needed = needed_by.get(layers) or needed_by.setdefault(layers, _weights_of(weights, layers))
                 _check_cuts(weights, needed, tensor, held)
                 new = np.array([item for item in needed if item not in held], dtype=np.int64)
                 held.update(dict.fromkeys(new.tolist(), tensor))
-                found.append(_stage_boxes(shapes, new, np.array(ranks), tensor, (number, stage) in resharded))
-    return _layout(found)
+                boxes.append(_stage_boxes(shapes, new, np.array(ranks), tensor, (number, stage) in resharded))
+    return _layout(boxes)
 
 
 def dp_groups(ranks: Sequence[int], tensor: int) -> tuple[tuple[int, ...], ...]:
@@ -130,15 +131,15 @@ def dp_groups(ranks: Sequence[int], tensor: int) -> tuple[tuple[int, ...], ...]:
 def _stage_boxes(shapes: np.ndarray, items: Column, ranks: Column, tensor: int, shared: bool) -> tuple[Column, ...]:
     """Return the boxes of a stage: every rank with every item, as columns of a layout."""
     place, at = (each.ravel() for each in np.indices((len(ranks), len(items))))
-    item, (team, member) = items[at], np.divmod(place, tensor)
+    item, (dp_index, tp_index) = items[at], np.divmod(place, tensor)
     edges = []
     for axis in (ROWS, COLUMNS):
         parts = np.where(shapes[item, 2] == axis, tensor, 1)
         length = shapes[item, axis] // parts
-        start = np.where(parts > 1, member, 0) * length
+        start = np.where(parts > 1, tp_index, 0) * length
         edges += [start, start + length]
     if shared:
-        edges[:2] = _chunk(edges[0], edges[1], team, len(ranks) // tensor)
+        edges[:2] = _chunk(edges[0], edges[1], dp_index, len(ranks) // tensor)
     return (ranks[place], item, *edges)
 
 
@@ -158,36 +159,23 @@ def _layout(parts: Sequence[tuple[Column, ...]]) -> Layout:
 
 
 def _shapes(weights: Sequence[Weight]) -> np.ndarray:
-    """Return rows, columns and cut (-1: none) of every weight, int64[weights, 3]."""
+    """Return rows, columns and TP axis (-1: none) of every weight, int64[weights, 3]."""
     table = [(each.rows, each.columns, -1 if each.tp_axis is None else each.tp_axis) for each in weights]
     return np.array(table, dtype=np.int64).reshape(-1, 3)
 
 
-def _bundle(home: int | str, layers: int) -> int:
-    return {EMBEDDING: 0, HEAD: layers + 1}[home] if isinstance(home, str) else home + 1
-
-
-class _Homes:
-    """Which weights a part of the model needs; parts repeat from pipeline to pipeline."""
-
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self._pairs = [(home, index) for index, weight in enumerate(weights) for home in weight.used_by]
-        self._known: dict[LayerRange, tuple[int, ...]] = {}
-
-    def needed(self, part: LayerRange) -> tuple[int, ...]:
-        if part not in self._known:
-            self._known[part] = tuple(dict.fromkeys(self._find(part)))
-        return self._known[part]
-
-    def _find(self, part: LayerRange) -> Iterator[int]:
-        ends = {EMBEDDING: part.has_embedding, HEAD: part.has_head}
-        for home, index in self._pairs:
-            if ends[home] if isinstance(home, str) else part.first <= home < part.stop:
-                yield index
+def _weights_of(weights: Sequence[Weight], layers: LayerRange) -> tuple[int, ...]:
+    """Return the indices of the weights that a range of layers uses."""
+    ends = {EMBEDDING: layers.has_embedding, HEAD: layers.has_head}
+    return tuple(
+        index
+        for index, weight in enumerate(weights)
+        if any(ends[u] if isinstance(u, str) else layers.first <= u < layers.stop for u in weight.used_by)
+    )
 
 
 def _check_cuts(weights: Sequence[Weight], needed: Sequence[int], tensor: int, held: dict[int, int]) -> None:
-    """Refuse a team that cannot cut a weight evenly, and two stages of one host that cut one differently."""
+    """Refuse a weight that a TP group cannot cut evenly, or that two stages of one pipeline rank cut differently."""
     for item in needed:
         weight = weights[item]
         if weight.tp_axis is None:

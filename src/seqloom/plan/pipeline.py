@@ -1,4 +1,16 @@
-"""A stage: ranks, a range of layers and a tensor-parallel degree; and that range as a part of the model."""
+"""A pipeline: stages, the rounds that flow through them, and the table of actions that says in what order.
+
+A stage is ranks, a range of layers and a tensor-parallel degree. Under free sharding a plan also chooses, per stage,
+whether its parameters stay gathered for the step or are gathered for every pass:
+
+    0UNSHARD 0F0 0B0 0F1 0B1 0REDUCE 0RESHARD                       stay for the step
+
+    0UNSHARD0 0F0 0RESHARD0 0UNSHARD0 0B0 0RESHARD0 ... 0REDUCE     gathered for every pass (reshard_after_forward)
+
+Between passes the ranks with the same slice of such a stage's weights hold a share of it each, and of its gradients.
+That is less memory for more messages. UNSHARD all-gathers the shares. RESHARD frees the copies; after a backward it
+reduce-scatters their gradients into the shares first. Gradients of weight halves (W) wait for the REDUCE.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +30,9 @@ class Stage:
 
     Several stages of a pipeline may have the same ranks, see `Pipeline`.
 
-    With a tensor degree t above 1 the weights are split over t neighbours: ranks 0 to t - 1 of the stage, the
-    next t, and so on. Tokens and heads are then
-    split over these ranks exactly as over Ulysses ranks, so tensor ranks are the innermost part of a group's
-    Ulysses axis: every group of the stage has a `ulysses` that is a multiple of t.
+    With a tensor degree t above 1 the weights are split over t neighbours: ranks 0 to t - 1 of the stage, the next t,
+    and so on. Tokens and heads are then split over these ranks exactly as over Ulysses ranks, so tensor ranks are the
+    innermost part of a group's Ulysses axis: every group of the stage has a `ulysses` that is a multiple of t.
     """
 
     ranks: tuple[int, ...]
@@ -30,9 +41,9 @@ class Stage:
 
 
 class LayerRange(NamedTuple):
-    """Layers `first .. stop - 1` of a model with `of` layers: what a stage of a pipeline has of it.
+    """Layers `first .. stop - 1` of a model with `model_layers` layers: what a stage has of it.
 
-    A part that begins also embeds; one that ends also has the final norm, the vocabulary projection and the loss.
+    The first range also embeds; the last also has the final norm, the vocabulary projection and the loss.
     """
 
     first: int
@@ -41,32 +52,28 @@ class LayerRange(NamedTuple):
 
     @property
     def has_embedding(self) -> bool:
-        """Whether it takes token ids; others take hidden states."""
+        """Whether it takes token ids; other ranges take hidden states."""
         return self.first == 0
 
     @property
     def has_head(self) -> bool:
-        """Whether it gives the sum of token losses; others give hidden states."""
+        """Whether it returns the sum of token losses; other ranges return hidden states."""
         return self.stop == self.model_layers
-
-
-# ---- merged: plan.pipeline
-# A pipeline: stages, the rounds that flow through them, and the table of actions that says in what order.
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages, rounds in their total order, and one row of actions per host.
+    """Stages, rounds in their total order, and one row of actions per pipeline rank (pp_rank).
 
-    Two stages have the same ranks or none in common. A host is a tuple of ranks that one or more stages have;
-    hosts are numbered in the order in which the stages name them. Its row holds the actions of all its stages
-    in the order in which its ranks run them. With ranks a and b:
+    Two stages have the same ranks or none in common. A pipeline rank is a tuple of ranks that one or more stages have;
+    pipeline ranks are numbered in the order in which the stages name them. The row of one holds the actions of all its
+    stages in the order in which its ranks run them. With ranks a and b:
 
-        stages 0-1 on  a b        host 0 runs stage 0, host 1 runs stage 1
-        stages 0-3 on  a b a b    interleaved: host 0 runs stages 0 and 2, host 1 runs 1 and 3
-        stages 0-3 on  a b b a    V: host 0 runs stages 0 and 3, host 1 runs 1 and 2
+        stages 0-1 on  a b        pp_rank 0 runs stage 0, pp_rank 1 runs stage 1
+        stages 0-3 on  a b a b    interleaved: pp_rank 0 runs stages 0 and 2, pp_rank 1 runs 1 and 3
+        stages 0-3 on  a b b a    V: pp_rank 0 runs stages 0 and 3, pp_rank 1 runs 1 and 2
 
-    What a stage makes reaches the next one by SEND and RECV, or without any when both are on one host.
+    The output of a stage reaches the next one by SEND and RECV, or without any when both are on one pipeline rank.
     """
 
     stages: tuple[Stage, ...]
@@ -75,25 +82,25 @@ class Pipeline:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of all hosts, host by host."""
-        return tuple(rank for host in self.ranks_by_pp_rank for rank in host)
+        """All ranks, pipeline rank by pipeline rank."""
+        return tuple(rank for ranks in self.ranks_by_pp_rank for rank in ranks)
 
     @property
     def ranks_by_pp_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every host."""
+        """The ranks of every pipeline rank."""
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @property
     def layer_ranges(self) -> tuple[LayerRange, ...]:
-        """What every stage has of the model."""
+        """The layers of every stage."""
         return tuple(LayerRange(*stage.layers, self.stages[-1].layers[1]) for stage in self.stages)
 
     def pp_rank_of(self, stage: int) -> int:
-        """Return the host, and so the row of `actions`, that runs a stage."""
+        """Return the pipeline rank, and so the row of `actions`, that runs a stage."""
         return self.ranks_by_pp_rank.index(self.stages[stage].ranks)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Return the stages that a host runs."""
+        """Return the stages that a pipeline rank runs."""
         ranks = self.ranks_by_pp_rank[pp_rank]
         return tuple(s for s, stage in enumerate(self.stages) if stage.ranks == ranks)
 
@@ -111,22 +118,22 @@ class Pipeline:
         Args:
             ranks: ranks of the only stage.
             layers: the model's number of layers, or their range.
-            rounds: rounds of one `Work` each.
+            rounds: rounds of one `StageMicroBatch` each.
             reduce: when gradients are reduced.
             tensor: tensor-parallel degree of the stage.
         """
         extent = (0, layers) if isinstance(layers, int) else layers
         stage = Stage(tuple(ranks), extent, tensor)
-        return cls((stage,), tuple(rounds), (tuple(_trivial_row(rounds, reduce)),))
+        return cls((stage,), tuple(rounds), (tuple(_single_stage_row(rounds, reduce)),))
 
 
-def _trivial_row(rounds: Sequence[Round], reduce: Reduce) -> Iterator[Action]:
+def _single_stage_row(rounds: Sequence[Round], reduce: Reduce) -> Iterator[Action]:
     """Yield forward and backward round by round.
 
-    Rounds that hold pieces of one document stay open together: the backward of a piece needs the key and
-    value gradients of all later pieces, so these rounds run forward in order and backward in reverse.
+    Rounds that hold pieces of one document run forward in order and then backward in reverse: the backward of a piece
+    needs the key and value gradients of all later pieces.
     """
-    for run in _open_together(rounds):
+    for run in _runs_of_rounds(rounds):
         for number in run:
             yield Action(0, ActionKind.F, number)
         for number in reversed(run):
@@ -137,7 +144,7 @@ def _trivial_row(rounds: Sequence[Round], reduce: Reduce) -> Iterator[Action]:
         yield Action(0, ActionKind.REDUCE)
 
 
-def _open_together(rounds: Sequence[Round]) -> Iterator[range]:
+def _runs_of_rounds(rounds: Sequence[Round]) -> Iterator[range]:
     """Split the rounds into the shortest runs such that no document has pieces in two of them."""
     last: dict[int, int] = {}
     for number, current in enumerate(rounds):
@@ -151,30 +158,16 @@ def _open_together(rounds: Sequence[Round]) -> Iterator[range]:
             start = reach = number + 1
 
 
-# ---- merged: plan.per_pass
-# Stages whose parameters are gathered for every pass, not for the step: under free sharding, a choice of the plan.
-#
-#     0UNSHARD 0F0 0B0 0F1 0B1 0REDUCE 0RESHARD                       stay for the step
-#
-#     0UNSHARD0 0F0 0RESHARD0 0UNSHARD0 0B0 0RESHARD0 ... 0REDUCE     gathered for every pass
-#
-# Between passes the ranks with the same slice of such a stage's weights keep a share of it each, and of its
-# gradients.
-# That is less memory for more messages. UNSHARD brings the shares together. RESHARD drops the copies; after a
-# backward
-# it sums their gradients into the shares first. Gradients of weight halves (W) wait for the REDUCE.
-
-
 FRAME = (ActionKind.UNSHARD, ActionKind.RESHARD)
 BACKWARD = (ActionKind.B, ActionKind.I)
 COMPUTING = (ActionKind.F, *BACKWARD, ActionKind.W)
 
 
 class ShardCollective(Enum):
-    """What an action moves between shares and copies."""
+    """The collective that an action runs between shares and copies of a stage's parameters."""
 
-    ALL_GATHER = "all_gather"  # parameters: the shares to all ranks
-    REDUCE_SCATTER = "reduce_scatter"  # gradients: of all ranks to the shares
+    ALL_GATHER = "all_gather"  # parameters, from the shares
+    REDUCE_SCATTER = "reduce_scatter"  # gradients, into the shares
 
 
 def reshard_after_forward_stages(pipeline: Pipeline) -> frozenset[int]:
@@ -198,28 +191,28 @@ def with_reshard_after_forward(pipeline: Pipeline, stages: Sequence[int] | None 
 
 
 def shard_collectives(row: Sequence[Action], stages: frozenset[int]) -> Iterator[ShardCollective | None]:
-    """Yield for every action of a host's row what it moves.
+    """Yield for every action of a row the collective that it runs.
 
     Args:
         row: of a pipeline.
         stages: those that are gathered for every pass.
     """
-    halves = any(action.kind is ActionKind.W for action in row)
-    owed: set[int] = set()  # stages with gradients that are not in the shares' yet
+    split = any(action.kind is ActionKind.W for action in row)
+    pending: set[int] = set()  # stages with gradients that are not in the shares yet
     for action in row:
         move = None
         if action.stage in stages:
             if action.kind is ActionKind.UNSHARD:
                 move = ShardCollective.ALL_GATHER
             elif action.kind in BACKWARD:
-                owed.add(action.stage)
-            elif _sums(action, action.stage in owed, halves):
+                pending.add(action.stage)
+            elif _reduces(action, action.stage in pending, split):
                 move = ShardCollective.REDUCE_SCATTER
-                owed.discard(action.stage)
+                pending.discard(action.stage)
         yield move
 
 
-def _sums(action: Action, owed: bool, halves: bool) -> bool:
+def _reduces(action: Action, pending: bool, split: bool) -> bool:
     if action.kind is ActionKind.RESHARD:
-        return owed
-    return action.kind is ActionKind.REDUCE and action.round is None and (owed or halves)
+        return pending
+    return action.kind is ActionKind.REDUCE and action.round is None and (pending or split)

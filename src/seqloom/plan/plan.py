@@ -46,13 +46,13 @@ class Plan:
 
     @property
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that share parameter shards, and so take part in the same rounds, host by host.
+        """Ranks that share parameter shards, and so take part in the same rounds, pipeline rank by pipeline rank.
 
-        A shard group is a whole host (full sharding), a host's ranks in one node (hybrid) or one rank (none).
+        A shard group is all ranks of a pipeline rank (full sharding), those in one node (hybrid) or one rank (none).
         Ranks of no stage are in no shard group.
         """
-        hosts = (host for pipeline in self.pipelines for host in pipeline.ranks_by_pp_rank)
-        return tuple(shard_group for host in hosts for shard_group in self.limits.shard_groups(self.sharding, host))
+        stage_ranks = (ranks for pipeline in self.pipelines for ranks in pipeline.ranks_by_pp_rank)
+        return tuple(group for ranks in stage_ranks for group in self.limits.shard_groups(self.sharding, ranks))
 
     @property
     def rounds(self) -> int:
@@ -140,21 +140,17 @@ def _form_of(path: str | Path) -> str:
     return suffix
 
 
-# ---- merged: plan.outline
-# A plan's pipelines in a few characters: for logs, tables and metrics.
-
-
 def plan_shape(plan: Plan) -> str:
     """Name the pipelines of a plan side by side, those with most ranks first; equal ones are counted.
 
-    A pipeline is tensor degree x stages / ranks, where groups of ranks that follow each other count as stages:
-    ``2x2/4, 1x1/2 x 2`` has two stages of two ranks that split the weights, and two pairs of ranks.
+    A pipeline is tensor degree x pipeline ranks / ranks: ``2x2/4, 1x1/2 x 2`` has a pipeline of two stages of two ranks
+    that split the weights, and two pipelines of one stage on two ranks. For logs, tables and metrics.
     """
-    counts = Counter((len(line.ranks), _name(line)) for line in plan.pipelines)
+    counts = Counter((len(pipeline.ranks), _pipeline_shape(pipeline)) for pipeline in plan.pipelines)
     largest_first = sorted(counts.items(), key=lambda each: (-each[0][0], each[0][1]))
     return ", ".join(f"{name} x {count}" if count > 1 else name for (_, name), count in largest_first)
 
 
-def _name(line: Pipeline) -> str:
-    tensors = dict.fromkeys(str(stage.tensor) for stage in line.stages)
-    return f"{'-'.join(tensors)}x{len(line.ranks_by_pp_rank)}/{len(line.ranks)}"
+def _pipeline_shape(pipeline: Pipeline) -> str:
+    tensors = dict.fromkeys(str(stage.tensor) for stage in pipeline.stages)
+    return f"{'-'.join(tensors)}x{len(pipeline.ranks_by_pp_rank)}/{len(pipeline.ranks)}"

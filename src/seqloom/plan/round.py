@@ -13,7 +13,7 @@ from seqloom.plan.group import Group
 
 
 class Checkpoint(StrEnum):
-    """What is kept of a round's activations until its backward.
+    """Activation checkpointing: what a round stores until its backward.
 
     none: everything. selective: inputs of layers, attention outputs and log-sum-exp. full: inputs of layers
     only. stage: the input of the whole stage only, which is run forward again as one. profile: whatever the
@@ -43,8 +43,8 @@ class StageMicroBatch:
 
     A rank may be in several groups; it runs them in the order of `groups`, in which all ranks agree: slow links first.
     The layouts say who holds which tokens in attention and in linear layers; None means that every rank holds what its
-    groups give it (`Group.token_layout`). With `offload`, what is kept of the round lies in host memory from the end of
-    its forward to its backward.
+    groups give it (`Group.token_layout`). With `offload`, the stored activations are in CPU memory from the end of the
+    forward to the backward.
     """
 
     groups: tuple[Group, ...]
@@ -76,7 +76,7 @@ class StageMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One micro-batch: a `Work` for every stage, all on the same spans."""
+    """One micro-batch: a `StageMicroBatch` for every stage, all on the same spans."""
 
     by_stage: tuple[StageMicroBatch, ...]
 

@@ -1,4 +1,24 @@
-"""Read the text form of a plan, line by line; every error names the line and the rule."""
+"""A plan as text for people: a header, the documents, then one line per stage, group and row of actions.
+
+    seqloom plan 1
+    planner flex
+    ranks 8
+    ...
+    documents 3
+      0: 9000 512 700
+    pipeline 0
+    stage 0 ranks 0-7 layers 0-32 tensor 1
+    round 0 stage 0 checkpoint selective
+      group ranks 0-3 ulysses 4 ring 1: 0[0:4096)
+      group ranks 4 ulysses 1 ring 1: 1 2
+    host 0: 0F0 0B0 0REDUCE
+
+A document's number alone stands for the whole document. Layers 0-32 are 0 to 31, as in `[0:32)`. An explicit
+layout follows its groups, one line per rank. A line `host` is the row of a pipeline rank: host 0 is the ranks of
+stage 0, host 1 the next ranks that a stage names, and so on; stages with the same ranks share a row, such as
+`host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. Blank lines and lines that begin with # are skipped. Every error of reading names
+the line and the rule.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +40,102 @@ from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
 
-_NUMBERS = ("ranks", "node_size", "heads", "granule", "communicators")
-_KEYS = ("planner", *_NUMBERS, "capacity", "sharding", "reduce", "documents")
+_DOCUMENTS_PER_LINE = 16
+_NUMBERS = ("ranks", "node_size", "heads", "pad_multiple", "communicators")
+
+
+def to_text(plan: Plan) -> str:
+    """Write the readable form."""
+    return "\n".join(_lines(plan)) + "\n"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield "seqloom plan 1"
+    plain = re.fullmatch(r"[A-Za-z0-9_.+-]+", plan.planner)
+    yield f"planner {plan.planner if plain else json.dumps(plan.planner)}"
+    for name in _NUMBERS:
+        yield f"{KEYS_OF_LIMITS.get(name, name)} {getattr(plan.limits, name)}"
+    for checkpoint, tokens in plan.limits.capacity:
+        yield f"capacity {checkpoint} {tokens}"
+    yield f"sharding {plan.sharding}"
+    yield f"reduce {plan.reduce}"
+    yield f"documents {len(plan.documents)}"
+    for start in range(0, len(plan.documents), _DOCUMENTS_PER_LINE):
+        yield f"  {start}: {' '.join(map(str, plan.documents[start : start + _DOCUMENTS_PER_LINE]))}"
+    for number, pipeline in enumerate(plan.pipelines):
+        yield f"pipeline {number}"
+        yield from _pipeline_lines(pipeline, plan.documents)
+
+
+def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[str]:
+    for s, stage in enumerate(pipeline.stages):
+        extent = f"layers {stage.layers[0]}-{stage.layers[1]}"
+        yield f"stage {s} ranks {_runs(stage.ranks)} {extent} tensor {stage.tensor}"
+    for r, current in enumerate(pipeline.rounds):
+        if not current.by_stage:
+            yield f"round {r}"
+        for s, work in enumerate(current.by_stage):
+            remap = "" if work.remap == Remap.ATTENTION else f" remap {work.remap}"
+            offload = " offload" if work.offload else ""
+            yield f"round {r} stage {s} checkpoint {work.checkpoint}{remap}{offload}"
+            yield from _work_lines(work, documents)
+    for h, row in enumerate(pipeline.actions):
+        yield f"host {h}: {' '.join(map(str, row))}".rstrip()
+
+
+def _work_lines(work: StageMicroBatch, documents: tuple[int, ...]) -> Iterator[str]:
+    for group in work.groups:
+        spans = " ".join(_span(span, documents) for span in group.spans)
+        shape = f"ulysses {group.ulysses} ring {group.ring}"
+        if group.method != Method.RING:
+            shape += f" method {group.method}"
+        if group.route is not None:
+            shape += f" route {_runs(group.route.proxies)} slices {group.route.slices}"
+        yield f"  group ranks {_runs(group.ranks)} {shape}: {spans}".rstrip()
+    for name, layout in (("attention", work.attention), ("linear", work.linear)):
+        if layout is not None:
+            yield f"  {name} axes {layout.axes}"
+            yield from _layout_lines(layout)
+
+
+def _layout_lines(layout: Layout) -> Iterator[str]:
+    rows = zip(*(column.tolist() for column in layout.columns()), strict=True)
+    for rank, boxes in groupby(rows, key=lambda row: row[0]):
+        words = (f"{item}[{start}:{stop})" + _second(*second) for _, item, start, stop, *second in boxes)
+        yield f"    rank {rank}: {' '.join(words)}"
+
+
+def _second(*interval: int) -> str:
+    return f"x[{interval[0]}:{interval[1]})" if interval else ""
+
+
+def _span(span: tuple[int, int, int], documents: tuple[int, ...]) -> str:
+    document, start, stop = span
+    whole = start == 0 and 0 <= document < len(documents) and stop == documents[document]
+    return f"{document}" if whole else f"{document}[{start}:{stop})"
+
+
+def _runs(ranks: Iterable[int]) -> str:
+    """Write ranks as runs, in their order: (0, 1, 2, 8, 9) is 0-2,8-9."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs) or "none"
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+_KEYS = (
+    "planner",
+    *(KEYS_OF_LIMITS.get(name, name) for name in _NUMBERS),
+    "capacity",
+    "sharding",
+    "reduce",
+    "documents",
+)
 _STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)")
 _ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: remap (\S+))?( offload)?)?")
 _GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
@@ -30,15 +144,15 @@ _RANK = re.compile(r"rank (\d+):(.*)")
 _ACTIONS = re.compile(r"host (\d+):(.*)")
 _RUN = re.compile(r"(\d+)(?:-(\d+))?")
 _BOX = re.compile(r"(\d+)(?:\[(\d+):(\d+)\)(?:x\[(\d+):(\d+)\))?)?")
-_MOST_RANKS = 2**20
-"""A run of ranks longer than this is a slip of the pen, not a cluster."""
-_MOST_DIGITS = 16
+_MAX_RANKS = 2**20
+"""A run of ranks longer than this is a typing error, not a cluster."""
+_MAX_DIGITS = 16
 
 E = TypeVar("E", Sharding, Reduce, Checkpoint, Method, Remap)
 
 
-def read_plan(text: str) -> Plan:
-    """Read a whole file."""
+def from_text(text: str) -> Plan:
+    """Read what `to_text` wrote."""
     lines = _Lines(text)
     if lines.take() != "seqloom plan 1":
         lines.refuse("a plan text begins with 'seqloom plan 1'; write it with Plan.save")
@@ -55,7 +169,7 @@ def read_plan(text: str) -> Plan:
 
 
 class _Lines:
-    """The lines that say something, with their numbers."""
+    """Lines without blank ones and comments, with their numbers."""
 
     def __init__(self, text: str) -> None:
         numbered = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
@@ -85,8 +199,8 @@ class _Lines:
 
     def number(self, word: str) -> int:
         """Read a whole number."""
-        if not re.fullmatch(r"-?\d+", word, re.ASCII) or len(word) > _MOST_DIGITS:
-            self.refuse(f"{_short(word)} is not a number; give a whole number of at most {_MOST_DIGITS} digits")
+        if not re.fullmatch(r"-?\d+", word, re.ASCII) or len(word) > _MAX_DIGITS:
+            self.refuse(f"{_short(word)} is not a number; give a whole number of at most {_MAX_DIGITS} digits")
         return int(word)
 
     def expect_number(self, what: str, found: str, expected: int) -> None:
@@ -251,7 +365,7 @@ def _read_ranks(lines: _Lines, text: str) -> tuple[int, ...]:
             lines.refuse(f"{_short(part)} is not a run of ranks; write 0-7 or 0-3,8-11")
         first = lines.number(found[1])
         last = first if found[2] is None else lines.number(found[2])
-        if not first <= last < first + _MOST_RANKS:
+        if not first <= last < first + _MAX_RANKS:
             lines.refuse(f"{_short(part)} is not a run of ranks; the second number is the last rank, write 0-7")
         ranks += range(first, last + 1)
     return tuple(ranks)
@@ -262,115 +376,3 @@ def _read_actions(lines: _Lines, words: str) -> tuple[Action, ...]:
         return tuple(Action.parse(word) for word in words.split())
     except PlanError as error:
         return lines.refuse(str(error))
-
-
-# ---- merged: plan.text
-# A plan as text for people: a header, the documents, then one line per stage, group and row of actions.
-#
-#     seqloom plan 1
-#     planner flex
-#     ranks 8
-#     ...
-#     documents 3
-#       0: 9000 512 700
-#     pipeline 0
-#     stage 0 ranks 0-7 layers 0-32 tensor 1
-#     round 0 stage 0 checkpoint selective
-#       group ranks 0-3 ulysses 4 ring 1: 0[0:4096)
-#       group ranks 4 ulysses 1 ring 1: 1 2
-#     host 0: 0F0 0B0 0REDUCE
-#
-# A document's number alone stands for the whole document. Layers 0-32 are 0 to 31, as in `[0:32)`. An explicit
-# layout follows its groups, one line per rank. Host 0 is the ranks of stage 0, host 1 the next ranks that a stage
-# names, and so on; stages with the same ranks share a row, such as `host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. Blank
-# lines and lines that begin with # are skipped.
-
-
-_PER_LINE = 16
-
-
-def to_text(plan: Plan) -> str:
-    """Write the readable form."""
-    return "\n".join(_lines(plan)) + "\n"
-
-
-def from_text(text: str) -> Plan:
-    """Read what `to_text` wrote."""
-    return read_plan(text)
-
-
-def _lines(plan: Plan) -> Iterator[str]:
-    yield "seqloom plan 1"
-    plain = re.fullmatch(r"[A-Za-z0-9_.+-]+", plan.planner)
-    yield f"planner {plan.planner if plain else json.dumps(plan.planner)}"
-    for name in ("ranks", "node_size", "heads", "pad_multiple", "communicators"):
-        yield f"{KEYS_OF_LIMITS.get(name, name)} {getattr(plan.limits, name)}"
-    for checkpoint, tokens in plan.limits.capacity:
-        yield f"capacity {checkpoint} {tokens}"
-    yield f"sharding {plan.sharding}"
-    yield f"reduce {plan.reduce}"
-    yield f"documents {len(plan.documents)}"
-    for start in range(0, len(plan.documents), _PER_LINE):
-        yield f"  {start}: {' '.join(map(str, plan.documents[start : start + _PER_LINE]))}"
-    for number, pipeline in enumerate(plan.pipelines):
-        yield f"pipeline {number}"
-        yield from _pipeline_lines(pipeline, plan.documents)
-
-
-def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[str]:
-    for s, stage in enumerate(pipeline.stages):
-        extent = f"layers {stage.layers[0]}-{stage.layers[1]}"
-        yield f"stage {s} ranks {_runs(stage.ranks)} {extent} tensor {stage.tensor}"
-    for r, current in enumerate(pipeline.rounds):
-        if not current.by_stage:
-            yield f"round {r}"
-        for s, work in enumerate(current.by_stage):
-            remap = "" if work.remap == Remap.ATTENTION else f" remap {work.remap}"
-            offload = " offload" if work.offload else ""
-            yield f"round {r} stage {s} checkpoint {work.checkpoint}{remap}{offload}"
-            yield from _work_lines(work, documents)
-    for h, row in enumerate(pipeline.actions):
-        yield f"host {h}: {' '.join(map(str, row))}".rstrip()
-
-
-def _work_lines(work: StageMicroBatch, documents: tuple[int, ...]) -> Iterator[str]:
-    for group in work.groups:
-        spans = " ".join(_span(span, documents) for span in group.spans)
-        shape = f"ulysses {group.ulysses} ring {group.ring}"
-        if group.method != Method.RING:
-            shape += f" method {group.method}"
-        if group.route is not None:
-            shape += f" route {_runs(group.route.proxies)} slices {group.route.slices}"
-        yield f"  group ranks {_runs(group.ranks)} {shape}: {spans}".rstrip()
-    for name, layout in (("attention", work.attention), ("linear", work.linear)):
-        if layout is not None:
-            yield f"  {name} axes {layout.axes}"
-            yield from _layout_lines(layout)
-
-
-def _layout_lines(layout: Layout) -> Iterator[str]:
-    rows = zip(*(column.tolist() for column in layout.columns()), strict=True)
-    for rank, boxes in groupby(rows, key=lambda row: row[0]):
-        words = (f"{item}[{start}:{stop})" + _second(*second) for _, item, start, stop, *second in boxes)
-        yield f"    rank {rank}: {' '.join(words)}"
-
-
-def _second(*interval: int) -> str:
-    return f"x[{interval[0]}:{interval[1]})" if interval else ""
-
-
-def _span(span: tuple[int, int, int], documents: tuple[int, ...]) -> str:
-    document, start, stop = span
-    whole = start == 0 and 0 <= document < len(documents) and stop == documents[document]
-    return f"{document}" if whole else f"{document}[{start}:{stop})"
-
-
-def _runs(ranks: Iterable[int]) -> str:
-    """Write ranks as runs, in their order: (0, 1, 2, 8, 9) is 0-2,8-9."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs) or "none"

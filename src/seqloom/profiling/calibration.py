@@ -34,14 +34,15 @@ from seqloom.engine import RankPlan, StepResult, bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import ModelAdapter, Transformer
-from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Sharding, Stage, StageMicroBatch
+from seqloom.plan import Checkpoint, Method, Plan, Sharding, Stage, StageMicroBatch
 from seqloom.planners.pipeline import plan_pipeline
+from seqloom.planners.problem import build_plan
 from seqloom.profiling.kernels import TimingSettings, synchronize, time_kernels
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.config import Optimiser
 from seqloom.train.model import prepare_layers, shard_parameters
 from seqloom.train.optim import clip_gradients, make_optimiser
-from seqloom.train.trainer import max_over_ranks
+from seqloom.train.trainer import gather_scalars
 
 REPEATS, TURNS = 3, 3
 """How often kernels and messages are timed, and how often all trials are; the first turn of them is the slowest."""
@@ -118,15 +119,16 @@ class Calibrator:
     def _measure_solo_ratio(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
         """Add the time of a rank's work while all others wait, as a share of that while all are busy."""
         plans = [plan for tokens in (longest // 2, longest) for plan in solo_and_full_plans(self.cost, tokens)]
-        turns = [[self._longest_busy_seconds(plan) for plan in plans] for _ in range(TURNS)]
+
+        def longest_busy_seconds(plan: Plan) -> float:
+            self.timer.seconds(plan)
+            return float(gather_scalars(self.timer.busy_seconds, self.transport, self.device).max())
+
+        turns = [[longest_busy_seconds(plan) for plan in plans] for _ in range(TURNS)]
         fastest = [min(times) for times in zip(*turns, strict=True)]
         source = f"documents of {longest // 2} and {longest} tokens on one rank and on all"
         sources = profile.sources | {"alone": source}
         return replace(profile, solo_time_ratio=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
-
-    def _longest_busy_seconds(self, plan: Plan) -> float:
-        self.timer.seconds(plan)
-        return max_over_ranks(self.timer.busy_seconds, self.transport, self.device)
 
     def _time_trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
         """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""
@@ -168,16 +170,14 @@ class Calibrator:
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
         self._mean(0.0)  # all ranks begin together
         lengths = KERNEL_LENGTHS[self.device.type]
-        times = time_kernels([default_dispatcher(self.device)], shape, TimingSettings(lengths, max(lengths), 2)).times[
-            0
-        ]
-        causal, full = (
-            tuple(
-                TimePoint(p.length, round(self._mean(p.forward_ns)), round(self._mean(p.backward_ns))) for p in points
-            )
-            for points in (times.causal, times.full)
-        )
-        return replace(times, causal=causal, full=full)
+        settings = TimingSettings(lengths, max(lengths), repeats=2)
+        [times] = time_kernels([default_dispatcher(self.device)], shape, settings).times
+
+        def mean(point: TimePoint) -> TimePoint:
+            length, *times_ns = point
+            return TimePoint(length, *(round(self._mean(ns)) for ns in times_ns))
+
+        return replace(times, causal=tuple(map(mean, times.causal)), full=tuple(map(mean, times.full)))
 
     def _link_rates(self) -> Links:
         """Time messages to a neighbour and all-gathers.
@@ -224,14 +224,7 @@ class Calibrator:
         self.transport.exchange([P2PTensor((rank + 1) % ranks, message)], [received]).wait()
 
     def _mean(self, value: float) -> float:
-        return mean_over_ranks(value, self.transport, self.device)
-
-
-def mean_over_ranks(value: float, transport: Transport, device: torch.device) -> float:
-    """Return the mean of all ranks, which wait for each other here."""
-    total = torch.tensor([value], dtype=torch.float64, device=device)
-    transport.all_reduce(total, range(transport.ranks))
-    return float(total) / transport.ranks
+        return float(gather_scalars(value, self.transport, self.device).mean())
 
 
 def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> float:
@@ -295,14 +288,14 @@ class StepTimer:
 
     def seconds(self, plan: Plan) -> float:
         """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
-        max_over_ranks(0.0, self._transport, self._device)  # all ranks begin together
+        gather_scalars(0.0, self._transport, self._device)  # all ranks begin together
         begin = time.perf_counter()
         self.last_result = result = self.gradients(self.bind(plan))
         clip_gradients(self._parameters, result.gradient_norm, self._settings.clip)
         self._optimiser.step()
         self._parameters.zero_grad()
         synchronize(self._device)
-        return max_over_ranks(time.perf_counter() - begin, self._transport, self._device)
+        return float(gather_scalars(time.perf_counter() - begin, self._transport, self._device).max())
 
     def gradients(self, rank_plan: RankPlan) -> StepResult:
         """Run a plan up to its gradients."""
@@ -318,10 +311,6 @@ class StepTimer:
         """Seconds of this rank in forwards and backwards of the last step."""
         assert self.last_result is not None
         return self.last_result.forward_s + self.last_result.backward_s
-
-    def mean_busy_seconds(self) -> float:
-        """Mean of `busy_seconds` over ranks; all ranks call it."""
-        return mean_over_ranks(self.busy_seconds, self._transport, self._device)
 
 
 class GroupLoad(NamedTuple):
@@ -393,15 +382,8 @@ def equal_groups_plan(
             firsts = range(first, first + per_round, load.documents)
             spans = ([Span(k, start, stop) for k in range(begin, begin + load.documents)] for begin in firsts)
             work = tuple(cost.group(shape, block, tuple(part)) for block, part in zip(blocks, spans, strict=True))
-            rounds.append(Round((StageMicroBatch(work, policy.checkpoint),)))
-    plan = Plan(
-        limits=cost.limits(policy.reduce),
-        sharding=cost.sharding,
-        reduce=policy.reduce,
-        documents=(load.length,) * (load.rounds * per_round),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, rounds, policy.reduce),),
-        planner="trial",
-    )
+            rounds.append(StageMicroBatch(work, policy.checkpoint))
+    plan = build_plan(cost, (load.length,) * (load.rounds * per_round), rounds, policy.reduce, "trial")
     plan.validate()
     return plan
 
@@ -448,7 +430,7 @@ def measure_stage_costs(
 
     def run(plan: Plan) -> StepTimes:
         seconds = timer.seconds(plan)
-        return StepTimes(1e9 * seconds, 1e9 * timer.mean_busy_seconds())
+        return StepTimes(1e9 * seconds, 1e9 * float(gather_scalars(timer.busy_seconds, transport, device).mean()))
 
     turns = [[run(plan) for plan in plans] for _ in range(STAGE_REPEATS + 1)][1:]
     full, split = (StepTimes(*map(min, zip(*times, strict=True))) for times in zip(*turns, strict=True))

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from seqloom.api import Evaluation, evaluate
 from seqloom.cost import CostModel
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source
 from seqloom.errors import SeqloomError
-from seqloom.packing import Balance, Packing, hbp, plain_packing, plans_balance
+from seqloom.packing import Balance, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.registry import PlannerChoice, parse_planner
@@ -25,9 +24,6 @@ from seqloom.planners.uniform import fastest_static_degree
 from seqloom.train.config import Config
 from seqloom.train.setup import RunPlanners, RunSetup, make_sampler, open_documents
 
-PACKINGS: dict[str, Callable[[np.ndarray, CostModel, int], Packing]] = {"hbp": hbp, "first-fit": plain_packing}
-
-T = TypeVar("T")
 Progress = Callable[[str, int], None]
 """Called with a planner's name and a batch's index before each planning."""
 
@@ -262,7 +258,7 @@ def compare_packings(batches: Sequence[np.ndarray], cost: CostModel) -> PackingC
     padded = cost.padded_lengths(lengths)
     most = max(-(-int(padded.sum()) // len(batches)), int(padded.max()))
     try:
-        balance = {name: packing(lengths, cost, most).balance for name, packing in PACKINGS.items()}
+        packings = {"hbp": hbp(lengths, cost, most), "first-fit": plain_packing(lengths, cost, most)}
     except SeqloomError as error:  # a model that only pipelines hold, or a document that only pieces of it fit
         return PackingComparison(most, {}, str(error))
-    return PackingComparison(most, balance)
+    return PackingComparison(most, {name: packing.balance for name, packing in packings.items()})

@@ -1,5 +1,6 @@
-"""Schedules of a pipeline as values: in what order every host runs the forwards and backwards of its stages."""
+"""Pipeline schedules: the order in which every pipeline rank runs the forwards and backwards of its stages."""
 
+from seqloom.schedules.memory import peak_memory
 from seqloom.schedules.registry import SCHEDULE_NAMES, build_schedule
 from seqloom.schedules.schedule import Schedule, Unit, backward_order, units_of
 from seqloom.schedules.timing import ScheduleTiming, Times, simulate_schedule
@@ -12,6 +13,7 @@ __all__ = [
     "Unit",
     "backward_order",
     "build_schedule",
+    "peak_memory",
     "simulate_schedule",
     "units_of",
 ]

@@ -8,66 +8,92 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from seqloom.errors import PlanError, unknown_name
-from seqloom.schedules import fixed as looped
-from seqloom.schedules import fixed as strict
-from seqloom.schedules import zero_bubble
-from seqloom.schedules import zero_bubble as vee
+from seqloom.schedules import fixed, zero_bubble
+from seqloom.schedules.memory import peak_memory
 from seqloom.schedules.schedule import Schedule, units_of
 from seqloom.schedules.search import balanced_schedule
-from seqloom.schedules.timing import Times, simulate_schedule, unit_sizes, unit_sizes_on
+from seqloom.schedules.timing import Times, unit_sizes
 
-MOST_CELLS = 1 << 15
+MAX_CELLS = 1 << 15
 """Stages times units: the largest table that is built by name."""
 
 
 class Request(NamedTuple):
-    """What is asked for, checked."""
+    """A checked request for a schedule.
+
+    Attributes:
+        pieces: of every micro-batch.
+        memory: what a pipeline rank may hold, in micro-batches on all its stages; None for no limit.
+    """
 
     name: str
     pp_size: int
     chunks: int
     pieces: tuple[int, ...]
-    """Of every micro-batch."""
     times: Times
     memory: Fraction | None
-    """What a host may hold, in micro-batches on all its stages; None for no limit."""
-
-    @property
-    def micro_batches(self) -> int:
-        """How many there are."""
-        return len(self.pieces)
 
 
-class Family(NamedTuple):
-    """How a schedule is built, and what it takes."""
+class ScheduleSpec(NamedTuple):
+    """How a schedule is built, and what it takes.
+
+    Attributes:
+        chunks: the least and the most stages per pipeline rank; None for any number.
+        for_pieces: the schedule to use for sequences in pieces, where this one takes only whole micro-batches.
+    """
 
     build: Callable[[Request], Schedule]
-    chunks: tuple[int, int | None]
-    """The least and the most stages per host; None for any number."""
-    whole: str = ""
-    """What to use for sequences in pieces, where this one takes only whole micro-batches."""
+    chunks: tuple[int, int | None] = (1, 1)
+    for_pieces: str = ""
 
 
-_ONE, _LOOPED, _VEE = (1, 1), (2, None), (2, 2)
+def _gpipe(r: Request) -> Schedule:
+    return fixed.all_forwards_first(r.name, r.pp_size, r.pieces)
 
-FAMILIES: dict[str, Family] = {
-    "gpipe": Family(lambda r: strict.all_forwards_first(r.name, r.pp_size, r.pieces), _ONE),
-    "1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.pp_size, r.pieces), _ONE),
-    "interleaved": Family(lambda r: looped.interleaved(r.name, r.pp_size, r.chunks, r.pieces), _LOOPED),
-    "breadth-first": Family(lambda r: looped.breadth_first(r.name, r.pp_size, r.chunks, r.pieces), _LOOPED),
-    "zb-h1": Family(lambda r: zero_bubble.zero_bubble(r.name, r.pp_size, r.pieces, r.times), _ONE),
-    "zb-h2": Family(lambda r: zero_bubble.zero_bubble(r.name, r.pp_size, r.pieces, r.times, 2), _ONE),
-    "zb-v": Family(lambda r: vee.zb_v(r.name, r.pp_size, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
-    "v-half": Family(lambda r: vee.v_half(r.name, r.pp_size, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
-    "v-min": Family(lambda r: vee.v_min(r.name, r.pp_size, r.micro_batches, r.times), _VEE, "seq1f1b"),
-    "terapipe": Family(lambda r: strict.all_forwards_first(r.name, r.pp_size, r.pieces), _ONE),
-    "seq1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.pp_size, r.pieces), _ONE),
-    "seq1f1b-i": Family(lambda r: looped.interleaved(r.name, r.pp_size, r.chunks, r.pieces), _LOOPED),
-    "seq1f1b-zb": Family(lambda r: zero_bubble.zero_bubble(r.name, r.pp_size, r.pieces, r.times), _ONE),
-    "balanced": Family(lambda request: _balanced(request), (1, None)),
+
+def _1f1b(r: Request) -> Schedule:
+    return fixed.one_forward_one_backward(r.name, r.pp_size, r.pieces)
+
+
+def _interleaved(r: Request) -> Schedule:
+    return fixed.interleaved(r.name, r.pp_size, r.chunks, r.pieces)
+
+
+def _zero_bubble(r: Request) -> Schedule:
+    return zero_bubble.zero_bubble(r.name, r.pp_size, r.pieces, r.times, 2 if r.name == "zb-h2" else 1)
+
+
+def _balanced(r: Request) -> Schedule:
+    """Equal pieces on equal stages, with the memory of Seq1F1B or the requested memory."""
+    pp_ranks, units = tuple(range(r.pp_size)) * r.chunks, units_of(r.pieces)
+    sizes, one = unit_sizes(pp_ranks, units)
+    if r.memory is not None:
+        return balanced_schedule(pp_ranks, units, r.times, sizes, math.floor(r.memory * one))
+    return balanced_schedule(pp_ranks, units, r.times, sizes, r.chunks * max(peak_memory(_1f1b(r), sizes[: r.pp_size])))
+
+
+def _v(build: Callable[[str, int, int, Times], Schedule], for_pieces: str) -> ScheduleSpec:
+    return ScheduleSpec(lambda r: build(r.name, r.pp_size, len(r.pieces), r.times), (2, 2), for_pieces)
+
+
+SCHEDULES: dict[str, ScheduleSpec] = {
+    "gpipe": ScheduleSpec(_gpipe),
+    "1f1b": ScheduleSpec(_1f1b),
+    "interleaved": ScheduleSpec(_interleaved, (2, None)),
+    "breadth-first": ScheduleSpec(lambda r: fixed.breadth_first(r.name, r.pp_size, r.chunks, r.pieces), (2, None)),
+    "zb-h1": ScheduleSpec(_zero_bubble),
+    "zb-h2": ScheduleSpec(_zero_bubble),
+    "zb-v": _v(zero_bubble.zb_v, "seq1f1b-zb"),
+    "v-half": _v(zero_bubble.v_half, "seq1f1b-zb"),
+    "v-min": _v(zero_bubble.v_min, "seq1f1b"),
+    "terapipe": ScheduleSpec(_gpipe),
+    "seq1f1b": ScheduleSpec(_1f1b),
+    "seq1f1b-i": ScheduleSpec(_interleaved, (2, None)),
+    "seq1f1b-zb": ScheduleSpec(_zero_bubble),
+    "balanced": ScheduleSpec(_balanced, (1, None)),
 }
 
-SCHEDULE_NAMES = tuple(FAMILIES)
+SCHEDULE_NAMES = tuple(SCHEDULES)
 """Every schedule that can be asked for by name."""
 
 
@@ -83,71 +109,54 @@ def build_schedule(
     """Build a schedule by its name.
 
     Args:
-        name: one of `NAMES`.
-        stages: hosts of the pipeline; each has `chunks` stages of the model.
+        name: one of `SCHEDULE_NAMES`.
+        stages: pipeline ranks; each has `chunks` stages of the model.
         micro_batches: sequences (or packs) of the step.
         pieces: pieces of every sequence, or one number per sequence.
-        chunks: stages per host; None takes the least that the schedule allows.
+        chunks: stages per pipeline rank; None takes the least that the schedule allows.
         times: forward, input half and weight half of a micro-batch on a stage, or of every unit on every stage: orders
             with split backwards are fitted to them.
-        memory: the most that a host may hold, in micro-batches on all its stages; a schedule that holds more is
-            refused. `balanced` uses what it may, without a limit as much as seq1f1b.
+        memory: the most that a pipeline rank may hold, in micro-batches on all its stages; a schedule that holds more
+            is refused. `balanced` uses what it may, without a limit as much as seq1f1b.
     """
-    if name not in FAMILIES:
+    if name not in SCHEDULES:
         raise unknown_name("schedule", name, SCHEDULE_NAMES)
-    family = FAMILIES[name]
-    least, units = _least_and_sum(pieces, micro_batches)
+    spec = SCHEDULES[name]
+    uniform = isinstance(pieces, int)
+    least, units = (pieces, pieces * micro_batches) if uniform else (min(pieces, default=1), sum(pieces))
     for what, value in (("stages", stages), ("micro-batches", micro_batches), ("pieces", least)):
         if value < 1:
             raise PlanError(f"{name} with {value:,} {what}; there is at least 1; use 1 or more")
-    asked = _chunks(name, family, chunks)
-    _size(name, stages * asked, micro_batches, units)
-    counts = [pieces] * micro_batches if isinstance(pieces, int) else list(pieces)
+    chunk_count = _checked_chunks(name, spec, chunks)
+    _check_size(name, stages * chunk_count, micro_batches, units)
+    counts = [pieces] * micro_batches if uniform else list(pieces)
     if len(counts) != micro_batches:
         raise PlanError(f"{len(counts)} numbers of pieces for {micro_batches} micro-batches; give one for each")
-    if family.whole and max(counts) > 1:
+    if spec.for_pieces and max(counts) > 1:
         raise PlanError(
             f"{name} with {max(counts)} pieces per micro-batch; it runs whole micro-batches, because it orders their "
-            f"backwards first in, first out; use 1 piece, or the schedule {family.whole}"
+            f"backwards first in, first out; use 1 piece, or the schedule {spec.for_pieces}"
         )
     if not isinstance(times, Times):
-        parts, _ = unit_sizes_on(tuple(range(stages)) * asked, units_of(counts))
-        times = Times(*(parts * value for value in times))
+        sizes, _ = unit_sizes(tuple(range(stages)) * chunk_count, units_of(counts))
+        times = Times(*(sizes * value for value in times))
     if memory is not None and memory < 1:
         must = "all pieces of a micro-batch go forward before the first goes backward"
         raise PlanError(f"{name} with memory for {float(memory):g} micro-batches; {must}; use 1 or more")
-    made = family.build(Request(name, stages, asked, tuple(counts), times, memory))
+    schedule = spec.build(Request(name, stages, chunk_count, tuple(counts), times, memory))
     if memory is not None:
-        check_memory(made, memory)
-    return made
-
-
-def _least_and_sum(pieces: int | Sequence[int], micro_batches: int) -> tuple[int, int]:
-    """Return the fewest pieces of a micro-batch, and those of all."""
-    return (pieces, pieces * micro_batches) if isinstance(pieces, int) else (min(pieces, default=1), sum(pieces))
+        check_memory(schedule, memory)
+    return schedule
 
 
 def check_memory(schedule: Schedule, memory: Fraction) -> None:
-    """Refuse a schedule whose hosts hold more than so many micro-batches."""
-    held, one = unit_sizes(schedule)
-    schedule.validate(math.floor(memory * one), held, one)
+    """Refuse a schedule in which a pipeline rank holds more than so many micro-batches."""
+    sizes, one = unit_sizes(schedule.pp_ranks, schedule.units)
+    schedule.validate(math.floor(memory * one), sizes, one)
 
 
-def _balanced(request: Request) -> Schedule:
-    """Equal pieces on equal stages, for the memory of Seq1F1B or what is asked for."""
-    hosts, units = tuple(range(request.pp_size)) * request.chunks, units_of(request.pieces)
-    held, one = unit_sizes_on(hosts, units)
-    if request.memory is None:
-        order = strict.one_forward_one_backward(request.name, request.pp_size, request.pieces)
-        cap = request.chunks * max(simulate_schedule(order, Times.uniform(order), held[: request.pp_size]).peak_memory)
-    else:
-        cap = math.floor(request.memory * one)
-    return balanced_schedule(hosts, units, request.times, held, cap)
-
-
-def _chunks(name: str, family: Family, chunks: int | None) -> int:
-    """Return the stages per host."""
-    least, most = family.chunks
+def _checked_chunks(name: str, spec: ScheduleSpec, chunks: int | None) -> int:
+    least, most = spec.chunks
     if chunks is None:
         return least
     if chunks < least or (most is not None and chunks > most):
@@ -158,13 +167,12 @@ def _chunks(name: str, family: Family, chunks: int | None) -> int:
     return chunks
 
 
-def _size(name: str, stages: int, micro_batches: int, units: int) -> None:
-    """Refuse a table that nobody could want."""
-    if stages * units <= MOST_CELLS:
+def _check_size(name: str, stages: int, micro_batches: int, units: int) -> None:
+    if stages * units <= MAX_CELLS:
         return
-    most = MOST_CELLS // stages
+    most = MAX_CELLS // stages
     way_out = f"{most // micro_batches:,} pieces"
     if most < micro_batches:
-        way_out = f"{most:,} micro-batches" if most else f"{MOST_CELLS:,} stages"
+        way_out = f"{most:,} micro-batches" if most else f"{MAX_CELLS:,} stages"
     value = f"{name} with {stages:,} stages and {units:,} units"
-    raise PlanError(f"{value}; a table has at most {MOST_CELLS:,} cells; use at most {way_out}")
+    raise PlanError(f"{value}; a table has at most {MAX_CELLS:,} cells; use at most {way_out}")

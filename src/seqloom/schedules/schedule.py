@@ -1,8 +1,11 @@
-"""A schedule: units of work, and the order in which every host runs their forwards and backwards.
+"""A pipeline schedule: the order in which every pipeline rank runs the forwards and backwards of its stages.
 
-A unit is what flows through the stages at one time: a whole micro-batch, or a piece of one. The units of one
-sequence form a chain: a piece reads the keys and values of the pieces before it, and its backward needs what the
-backward of the pieces after it left behind. A `Pipeline` has the same table with rounds for units, and messages.
+A unit is what flows through the stages at one time: a whole micro-batch, or a piece of one. The pieces of a sequence
+form a chain: the forward of a piece reads the keys and values of the pieces before it, and its backward needs the
+gradients that the pieces after it have left for them. A plan's `Pipeline` has the same table, with rounds for units
+and with messages.
+
+This file has the value `Schedule`, its rules, its messages, its CSV form and its drawing.
 """
 
 from __future__ import annotations
@@ -11,17 +14,18 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from seqloom.errors import PlanError, violation
-from seqloom.plan.action import Action, ActionKind
-from seqloom.plan.rules.actions import Table, complete, ending, matched, ordered, send_of
+from seqloom.plan.action import Action, ActionKind, B, F, I, W
+from seqloom.plan.rules.actions import ActionTable, check_complete, check_ends, check_messages, check_order, send_of
+from seqloom.schedules.memory import walk_rows
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -34,28 +38,45 @@ class Unit(NamedTuple):
     pieces: int
 
 
+def units_of(pieces: Sequence[int]) -> tuple[Unit, ...]:
+    """Return the units of sequences one after the other; `pieces` has the number of pieces of each."""
+    return tuple(Unit(s, piece, count) for s, count in enumerate(pieces) for piece in range(count))
+
+
+def backward_order(units: Sequence[Unit]) -> Iterator[int]:
+    """Yield units in the order of backward: sequences in the order in which they end, pieces from last to first."""
+    chains: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        chain = chains.setdefault(unit.sequence, [])
+        chain.append(number)
+        if len(chain) == unit.pieces:
+            yield from reversed(chain)
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Units in forward order, and one row per host of F and B, or of F, I and W.
+    """Units in forward order, and one row of F and B, or of F, I and W, per pipeline rank.
 
-    With v chunks on each of p hosts there are p * v stages:
+    With v chunks on each of p pipeline ranks there are p * v stages:
 
-        hosts  0 1 2 3              one stage per host
-        hosts  0 1 2 3 0 1 2 3      two chunks, interleaved
-        hosts  0 1 2 3 3 2 1 0      two chunks, V: the turn at the last host needs no message
+        pp_ranks  0 1 2 3              one stage each
+        pp_ranks  0 1 2 3 0 1 2 3      two chunks, interleaved
+        pp_ranks  0 1 2 3 3 2 1 0      two chunks, V: the turn at the last pipeline rank needs no message
+
+    Attributes:
+        pp_ranks: the pipeline rank of every stage, numbered in the order in which the stages name them.
+        rows: actions per pipeline rank in the order in which it runs them; `Action.round` is the number of a unit.
     """
 
     name: str
     pp_ranks: tuple[int, ...]
-    """The host of every stage; hosts are numbered in the order in which the stages name them."""
     units: tuple[Unit, ...]
     rows: Rows
-    """Per host, in the order in which it runs them; `Action.round` is the number of a unit."""
 
     def __repr__(self) -> str:
         """Name and size in one line."""
-        width = max(self.pp_ranks, default=-1) + 1
-        return f"<Schedule {self.name}: {len(self.pp_ranks)} stages on {width} hosts, {len(self.units)} units>"
+        pp_size = max(self.pp_ranks, default=-1) + 1
+        return f"<Schedule {self.name}: {len(self.pp_ranks)} stages on {pp_size} pp_ranks, {len(self.units)} units>"
 
     @property
     def piece_pairs(self) -> tuple[tuple[int, int], ...]:
@@ -70,182 +91,164 @@ class Schedule:
 
     @property
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
-        """For every host, the hosts that have a stage next to one of its own."""
+        """For every pipeline rank, those that have a stage next to one of its own."""
         pairs = {(a, b) for a, b in pairwise(self.pp_ranks) if a != b}
         pairs |= {(b, a) for a, b in pairs}
-        return tuple(tuple(sorted(b for a, b in pairs if a == host)) for host in range(len(self.rows)))
+        return tuple(tuple(sorted(b for a, b in pairs if a == pp_rank)) for pp_rank in range(len(self.rows)))
 
     def validate(self, cap: int | Sequence[int] | None = None, memory: np.ndarray | None = None, one: int = 1) -> None:
-        """Refuse an order that breaks a rule, never ends, or holds more than `cap`; see `rules.validate`."""
+        """Raise `PlanError`, with the grid and the failing step, at the first rule that is broken.
 
-        validate(self, cap, memory, one)
+        Order, causality and deadlock are the rules of a plan's table, applied to rows that have no messages yet: a
+        forward waits for the stage before it, a backward for the stage after it.
+
+        Args:
+            cap: the most that a pipeline rank may hold, or one number per pipeline rank; None for no limit.
+            memory: int64[stages, units], what a unit holds on a stage from its F to its B or W; 1 without it.
+            one: what an error calls 1, for example the bytes of a micro-batch.
+        """
+        _check_shape(self)
+        table = ActionTable(self.name, self.pp_ranks, len(self.units), self.rows, self.piece_pairs)
+        split = {(a.stage, a.round) for row in self.rows for a in row if a.kind is I}
+
+        def awaits(action: Action) -> Action | None:
+            stage, number = action.stage, action.round
+            if action.kind is F:
+                return Action(stage - 1, F, number) if stage > 0 else None
+            if action.kind is W or stage == len(self.pp_ranks) - 1:
+                return None
+            return Action(stage + 1, I if (stage + 1, number) in split else B, number)
+
+        with _grid_in_errors(self.rows):
+            check_complete(table)
+            check_order(table)
+            check_ends(table, awaits, "a forward waits for the stage before, a backward for the stage after")
+            if cap is not None:
+                _check_memory(self, cap, memory, one)
 
     def grid(self, mark: tuple[int, int] | None = None) -> str:
-        """Draw one line per host, an action per column; `mark` is the (host, action) to point at."""
-
+        """Draw one line per pipeline rank, an action per column; `mark` is the (pp_rank, action) to point at."""
         return grid(self.rows, mark=mark)
 
     def with_messages(self) -> Rows:
-        """The rows with every SEND directly after what makes it and every RECV as late as it may come."""
+        """Return the rows with messages that add no waiting and cannot deadlock.
 
-        return with_messages(self.pp_ranks, self.rows)
-
-    def to_csv(self) -> str:
-        """The rows as a CSV file that torch.distributed.pipelining loads; see `files`."""
-
-        return to_csv(self.rows)
-
-    @classmethod
-    def from_csv(cls, text: str, name: str = "file", pieces: int | Sequence[int] = 1) -> Schedule:
-        """Read and check a CSV file whose units are sequences of so many pieces; see `files`."""
-
-        return from_csv(text, name, pieces)
+        A SEND follows the action whose result it sends. A RECV comes directly before the action that uses it, or
+        earlier where a message that was sent after it is used before it: messages between two pipeline ranks arrive
+        in the order in which they are sent, whether they go forward or backward. That costs nothing: who waits for
+        the later message waits for the earlier one too.
+        """
+        used = [
+            {Action(a.stage, _MESSAGES[a.kind][2], a.round): k for k, a in enumerate(row) if a.kind in _MESSAGES}
+            for row in self.rows
+        ]  # where a row would use a RECV
+        sends: list[dict[int, Action]] = [{} for _ in self.rows]
+        receives: list[dict[int, list[Action]]] = [{} for _ in self.rows]
+        for pp_rank, row in enumerate(self.rows):
+            sent: dict[int, list[tuple[int, Action]]] = {}  # by receiver: where it uses the message, and its RECV
+            for k, action in enumerate(row):
+                step, send, receive = _MESSAGES.get(action.kind, (0, F, F))
+                peer = action.stage + step
+                if step == 0 or not 0 <= peer < len(self.pp_ranks) or self.pp_ranks[peer] == pp_rank:
+                    continue
+                sends[pp_rank][k] = Action(action.stage, send, action.round)
+                arrival, receiver = Action(peer, receive, action.round), self.pp_ranks[peer]
+                sent.setdefault(receiver, []).append((used[receiver][arrival], arrival))
+            for receiver, messages in sent.items():
+                latest = list(accumulate((place for place, _ in reversed(messages)), min))[::-1]
+                for place, (_, arrival) in zip(latest, messages, strict=True):
+                    receives[receiver].setdefault(place, []).append(arrival)
+        return tuple(
+            tuple(
+                each
+                for k, action in enumerate(row)
+                for each in (*receives[pp_rank].get(k, ()), action, *filter(None, [sends[pp_rank].get(k)]))
+            )
+            for pp_rank, row in enumerate(self.rows)
+        )
 
     def pipeline_actions(self) -> Rows:
-        """The rows of a plan's `Pipeline.actions`: with messages, parameters gathered and gradients reduced once."""
+        """Return a plan's `Pipeline.actions`: with messages, parameters gathered and gradients reduced once."""
         rows = []
-        for host, row in enumerate(self.with_messages()):
-            stages = [stage for stage, own in enumerate(self.pp_ranks) if own == host]
+        for pp_rank, row in enumerate(self.with_messages()):
+            stages = [stage for stage, own in enumerate(self.pp_ranks) if own == pp_rank]
             gather = [Action(stage, ActionKind.UNSHARD) for stage in stages]
             end = [Action(stage, kind) for stage in stages for kind in (ActionKind.REDUCE, ActionKind.RESHARD)]
             rows.append((*gather, *row, *end))
         return tuple(rows)
 
+    def to_csv(self) -> str:
+        """Return the rows as a CSV file that torch.distributed.pipelining loads; see `to_csv`."""
+        return to_csv(self.rows)
 
-def units_of(pieces: Sequence[int]) -> tuple[Unit, ...]:
-    """Return the units of sequences one after the other, each in so many pieces."""
-    return tuple(Unit(s, piece, count) for s, count in enumerate(pieces) for piece in range(count))
+    @classmethod
+    def from_csv(cls, text: str, name: str = "file", pieces: int | Sequence[int] = 1) -> Schedule:
+        """Read and check a CSV file; messages in it are checked as they stand, the schedule has none.
 
-
-def backward_order(units: Sequence[Unit]) -> Iterator[int]:
-    """Yield units in the order of backward: sequences in the order in which they end, pieces from last to first."""
-    chains: dict[int, list[int]] = {}
-    for number, unit in enumerate(units):
-        chain = chains.setdefault(unit.sequence, [])
-        chain.append(number)
-        if len(chain) == unit.pieces:
-            yield from reversed(chain)
-
-
-# ---- merged: plan.schedules.grid
-# A schedule as text: one line per host, time to the right.
-#
-# host 0 | 0F0 0F1  .   .  0B0 0B1
-# host 1 |  .  1F0 1B0 1F1 1B1  .
-
-
-IDLE, GOES_ON = ".", "-"
-MARK = (">", "<")
-WIDTH = 118
-MOST_SLOTS = 4096
-
-Cells = list[list[str]]
+        Args:
+            text: one line per pipeline rank; empty cells, as torch writes them for idle slots, mean nothing.
+            name: of the schedule, for errors.
+            pieces: units that make one sequence, or one number per sequence. A file says nothing of pieces: its units
+                have the numbers of torch's micro-batches, in forward order.
+        """
+        rows = _parse_csv(text, name)
+        pp_ranks = _pp_rank_of_stages(rows, name)
+        count = 1 + max((action.round for row in rows for action in row if action.round is not None), default=-1)
+        compute = tuple(tuple(action for action in row if action.kind in (F, B, I, W)) for row in rows)
+        schedule = cls(name, pp_ranks, units_of(_pieces_of_sequences(count, pieces, name)), compute)
+        schedule.validate()
+        if any(action.kind in _SENDS_AND_RECEIVES for row in rows for action in row):
+            table = ActionTable(name, pp_ranks, count, rows)
+            with _grid_in_errors(rows):
+                check_complete(table)
+                check_messages(table)
+                check_ends(table, send_of, "a receive waits for its send")
+        return schedule
 
 
-def grid(
-    rows: Sequence[Sequence[Action]],
-    start: Sequence[Sequence[int]] | None = None,
-    stop: Sequence[Sequence[int]] | None = None,
-    mark: tuple[int, int] | None = None,
-    width: int = WIDTH,
-) -> str:
-    """Draw rows of actions, cut into blocks of lines that fit.
-
-    Args:
-        rows: actions per host.
-        start: when each action starts; without it every action takes one column, in the order of its row.
-        stop: when each action stops, in the same shape.
-        mark: (host, number of the action) to point at; then only the block around it is drawn.
-        width: characters of a line.
-    """
-    cells, marked = _cells(rows, start, stop, mark)
-    size = max((len(cell) for row in cells for cell in row), default=1)
-    labels = [f"host {h}" for h in range(len(cells))]
-    margin = max(map(len, labels), default=0)
-    columns = max(1, (width - margin - 3) // (size + 1))
-    slots = max(map(len, cells), default=0)
-    first = 0 if marked is None else max(0, min(marked - columns // 2, slots - columns))
-    blocks = []
-    while first < max(slots, 1):
-        shown = [" ".join(cell.center(size) for cell in row[first : first + columns]) for row in cells]
-        lines = [f"{label:<{margin}} | {line}".rstrip() for label, line in zip(labels, shown, strict=True)]
-        blocks.append("\n".join(lines))
-        first = slots if marked is not None else first + columns
-    return "\n\n".join(blocks)
+_FORWARD = (1, ActionKind.SEND_F, ActionKind.RECV_F)
+_BACKWARD = (-1, ActionKind.SEND_B, ActionKind.RECV_B)
+_MESSAGES = {F: _FORWARD, B: _BACKWARD, I: _BACKWARD}
+_SENDS_AND_RECEIVES = frozenset(kind for step in (_FORWARD, _BACKWARD) for kind in step[1:])
 
 
-def _cells(
-    rows: Sequence[Sequence[Action]],
-    start: Sequence[Sequence[int]] | None,
-    stop: Sequence[Sequence[int]] | None,
-    mark: tuple[int, int] | None,
-) -> tuple[Cells, int | None]:
-    """Return the cells of every host, and the column of the mark."""
-    if start is None or stop is None:
-        return _in_order(rows, mark)
-    moments = [moment for part in (*start, *stop) for moment in part]
-    slot = math.gcd(*moments) or 1
-    end = max(moments, default=0) // slot
-    if end > MOST_SLOTS:
-        return _in_order(rows, mark)
-    cells: Cells = []
-    marked = None
-    for h, row in enumerate(rows):
-        line = [IDLE] * end
-        for k, (action, begins, stops) in enumerate(zip(row, start[h], stop[h], strict=True)):
-            first, last = begins // slot, stops // slot
-            line[first:last] = [GOES_ON] * (last - first)
-            if last > first:
-                line[first] = _name(action, (h, k) == mark)
-            if (h, k) == mark:
-                marked = first
-        cells.append(line)
-    return cells, marked
+# -- rules ---------------------------------------------------------------------------------------------------------
 
 
-def _in_order(rows: Sequence[Sequence[Action]], mark: tuple[int, int] | None) -> tuple[Cells, int | None]:
-    cells = [[_name(action, (h, k) == mark) for k, action in enumerate(row)] for h, row in enumerate(rows)]
-    return cells, None if mark is None else mark[1]
+def _check_shape(schedule: Schedule) -> None:
+    """Check pipeline ranks and units."""
+    named = list(dict.fromkeys(schedule.pp_ranks))
+    if named != list(range(len(named))) or not named:
+        value = f"{schedule.name} has its stages on pp_ranks {list(schedule.pp_ranks)}"
+        must = "pp_ranks are numbered from 0 in the order in which the stages name them"
+        raise violation("pp-ranks", value, must, f"use {[named.index(each) for each in schedule.pp_ranks] or [0]}")
+    done: Counter[int] = Counter()
+    for number, (sequence, piece, pieces) in enumerate(schedule.units):
+        if piece != done[sequence] or not 0 <= piece < pieces:
+            value = f"{schedule.name} has piece {piece} of {pieces} of sequence {sequence} as unit {number}"
+            must = "the pieces of a sequence are numbered from 0 and come in that order"
+            raise violation("units", value, must, f"its piece {done[sequence]} comes here")
+        done[sequence] += 1
+    for unit in schedule.units:
+        if done[unit.sequence] != unit.pieces:
+            value = f"{schedule.name} has {done[unit.sequence]} of the {unit.pieces} pieces of sequence {unit.sequence}"
+            raise violation("units", value, "a sequence has all its pieces", "add the others, or lower its number")
 
 
-def _name(action: Action, marked: bool) -> str:
-    return f"{MARK[0]}{action}{MARK[1]}" if marked else str(action)
-
-
-# ---- merged: plan.schedules.rules
-# What must hold of a schedule: every unit once, in order, in causal order, within memory, to an end.
-#
-# Order, causality and deadlock are the rules of a plan's table (`check_actions`, `check_messages`), asked of rows
-# that have no messages yet: a forward waits for the stage before it, a backward for the stage after it.
-
-
-F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
-I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
-
-
-def validate(
-    schedule: Schedule, cap: int | Sequence[int] | None = None, memory: np.ndarray | None = None, one: int = 1
-) -> None:
-    """Check every rule; raise `PlanError`, with the grid and its failing step, at the first that is broken.
-
-    Args:
-        schedule: to check.
-        cap: the most that a host may hold, or one number per host; None for no limit.
-        memory: int64[stages, units], what a unit holds on a stage from its F to its B or W; 1 without it.
-        one: what an error calls 1, for example the bytes of a micro-batch.
-    """
-    _shape(schedule)
-    table = Table(schedule.name, schedule.pp_ranks, len(schedule.units), schedule.rows, schedule.piece_pairs)
-    with drawn(schedule.rows):
-        complete(table)
-        ordered(table)
-        ending(table, _waits(schedule), "a forward waits for the stage before, a backward for the stage after")
-        if cap is not None:
-            _memory(schedule, cap, memory, one)
+def _check_memory(schedule: Schedule, cap: int | Sequence[int], memory: np.ndarray | None, one: int) -> None:
+    """Check that no pipeline rank holds more than its cap."""
+    for pp_rank, walk in enumerate(walk_rows(schedule, memory)):
+        most = cap if isinstance(cap, int) else cap[pp_rank]
+        for k, (action, peak, _) in enumerate(walk):
+            if peak > most:
+                held, allowed = (f"{size:,}" if one == 1 else f"{size / one:.4g}" for size in (peak, most))
+                value = f"{schedule.name} pp_rank {pp_rank} holds {held} from {action} (action {k}) on"
+                way_out = "run a backward first, raise the limit, or use more pieces"
+                raise violation("memory", value, f"at most {allowed} may be held", way_out, (pp_rank, k))
 
 
 @contextmanager
-def drawn(rows: Rows) -> Iterator[None]:
+def _grid_in_errors(rows: Rows) -> Iterator[None]:
     """Add the grid, with the failing step marked, to an error that names one."""
     try:
         yield
@@ -255,149 +258,19 @@ def drawn(rows: Rows) -> Iterator[None]:
         raise PlanError(f"{error}\n{grid(rows, mark=error.at)}", rule=error.rule, at=error.at) from None
 
 
-def _shape(schedule: Schedule) -> None:
-    """Check hosts and units."""
-    named = list(dict.fromkeys(schedule.pp_ranks))
-    if named != list(range(len(named))) or not named:
-        value = f"{schedule.name} has its stages on hosts {list(schedule.pp_ranks)}"
-        must = "hosts are numbered from 0 in the order in which the stages name them"
-        raise violation("hosts", value, must, f"use {[named.index(host) for host in schedule.pp_ranks] or [0]}")
-    done: Counter[int] = Counter()
-    for number, unit in enumerate(schedule.units):
-        if unit.piece != done[unit.sequence] or not 0 <= unit.piece < unit.pieces:
-            value = (
-                f"{schedule.name} has piece {unit.piece} of {unit.pieces} of sequence {unit.sequence} as unit {number}"
-            )
-            must = "the pieces of a sequence are numbered from 0 and come in that order"
-            raise violation("units", value, must, f"its piece {done[unit.sequence]} comes here")
-        done[unit.sequence] += 1
-    for unit in schedule.units:
-        if done[unit.sequence] != unit.pieces:
-            value = f"{schedule.name} has {done[unit.sequence]} of the {unit.pieces} pieces of sequence {unit.sequence}"
-            raise violation("units", value, "a sequence has all its pieces", "add the others, or lower its number")
-
-
-def _waits(schedule: Schedule) -> Callable[[Action], Action | None]:
-    """Return what an action waits for: the same unit on the neighbouring stage."""
-    split = {(a.stage, a.round) for row in schedule.rows for a in row if a.kind is I}
-    last = len(schedule.pp_ranks) - 1
-
-    def awaits(action: Action) -> Action | None:
-        stage, number = action.stage, action.round
-        if action.kind is F:
-            return Action(stage - 1, F, number) if stage > 0 else None
-        if action.kind is W or stage == last:
-            return None
-        return Action(stage + 1, I if (stage + 1, number) in split else B, number)
-
-    return awaits
-
-
-def _memory(schedule: Schedule, cap: int | Sequence[int], held: np.ndarray | None, one: int) -> None:
-    """Check that no host holds more than its cap."""
-    size = np.ones((len(schedule.pp_ranks), len(schedule.units)), dtype=np.int64) if held is None else held
-    for h, row in enumerate(schedule.rows):
-        most = cap if isinstance(cap, int) else cap[h]
-        live = 0
-        for k, action in enumerate(row):
-            if action.kind is F:
-                live += int(size[action.stage, action.round])
-            elif action.kind is not I:
-                live -= int(size[action.stage, action.round])
-            if live > most:
-                value = f"{schedule.name} host {h} holds {_amount(live, one)} from {action} (action {k}) on"
-                must = f"at most {_amount(most, one)} may be held"
-                raise violation(
-                    "memory", value, must, "run a backward first, raise the limit, or use more pieces", (h, k)
-                )
-
-
-def _amount(value: int, one: int) -> str:
-    return f"{value:,}" if one == 1 else f"{value / one:.4g}"
-
-
-# ---- merged: plan.schedules.messages
-# Messages between the hosts of a schedule, placed so that they add no waiting and cannot deadlock.
-#
-# A SEND follows what makes it. A RECV comes directly before what uses it, or earlier where a message that was sent
-# after it is used before it: what one host sends another arrives in the order in which it is sent, whether it goes
-# forward or backward. That costs nothing: who waits for the later message waits for the earlier one too.
-
-
-F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
-I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
-_MAKES = {F: (1, ActionKind.SEND_F, ActionKind.RECV_F), B: (-1, ActionKind.SEND_B, ActionKind.RECV_B)}
-_MAKES[I] = _MAKES[B]
-
-
-def with_messages(pp_ranks: Sequence[int], rows: Rows) -> Rows:
-    """Return rows of computation with the messages that they need.
-
-    Args:
-        pp_ranks: host of every stage.
-        rows: F, B, I and W per host, in an order that ends.
-    """
-    used = [_used_at(row) for row in rows]
-    sends: list[dict[int, Action]] = [{} for _ in rows]
-    receives: list[dict[int, list[Action]]] = [{} for _ in rows]
-    for h, row in enumerate(rows):
-        channels: dict[int, list[tuple[int, Action]]] = {}
-        for k, action in enumerate(row):
-            step, send, receive = _MAKES.get(action.kind, (0, F, F))
-            peer = action.stage + step
-            if step == 0 or not 0 <= peer < len(pp_ranks) or pp_ranks[peer] == h:
-                continue
-            sends[h][k] = Action(action.stage, send, action.round)
-            arrival = Action(peer, receive, action.round)
-            channels.setdefault(pp_ranks[peer], []).append((used[pp_ranks[peer]][arrival], arrival))
-        for receiver, sent in channels.items():
-            _receive(sent, receives[receiver])
-    return tuple(tuple(_joined(row, sends[h], receives[h])) for h, row in enumerate(rows))
-
-
-def _used_at(row: Sequence[Action]) -> dict[Action, int]:
-    """Return where a row uses which RECV, had it one."""
-    return {Action(a.stage, _MAKES[a.kind][2], a.round): k for k, a in enumerate(row) if a.kind in _MAKES}
-
-
-def _receive(sent: list[tuple[int, Action]], into: dict[int, list[Action]]) -> None:
-    """Place the receives from one host: before their use, and never after one that was sent later."""
-    latest = [place for place, _ in sent]
-    for k in range(len(latest) - 2, -1, -1):
-        latest[k] = min(latest[k], latest[k + 1])
-    for place, (_, arrival) in zip(latest, sent, strict=True):
-        into.setdefault(place, []).append(arrival)
-
-
-def _joined(row: Sequence[Action], sends: dict[int, Action], receives: dict[int, list[Action]]) -> list[Action]:
-    joined: list[Action] = []
-    for k, action in enumerate(row):
-        joined += receives.get(k, [])
-        joined.append(action)
-        if k in sends:
-            joined.append(sends[k])
-    return joined
-
-
-# ---- merged: plan.schedules.files
-# Schedules as CSV files, in the action strings of torch.distributed.pipelining: a line per host, a cell per action.
-#
-#     0F0,0F1,0B0,0B1
-#     1F0,1B0,1F1,1B1
-#
-# torch's runtime loads such a file as it is. Its REDUCE_GRAD is our REDUCE. A file says nothing of pieces: units
-# have
-# the numbers of torch's micro-batches, in forward order, and whoever reads it says which of them are one
-# sequence's.
-
+# -- CSV files -----------------------------------------------------------------------------------------------------
 
 _OURS, _TORCHS = "REDUCE", "REDUCE_GRAD"
-_COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
-_MESSAGES = (ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B)
 
 
 def to_csv(rows: Rows) -> str:
-    """Write rows as text: a schedule's own, with messages, or a plan's."""
+    """Write rows (a schedule's, with or without messages, or a plan's) in the action strings of torch's pipelining.
+
+        0F0,0F1,0B0,0B1
+        1F0,1B0,1F1,1B1
+
+    A line per pipeline rank, a cell per action; torch's runtime loads the file as it is.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in rows:
@@ -405,69 +278,40 @@ def to_csv(rows: Rows) -> str:
     return text.getvalue()
 
 
-def from_csv(text: str, name: str = "file", pieces: int | Sequence[int] = 1) -> Schedule:
-    """Read and check a schedule. Messages in the file are checked as they stand; the schedule has none.
-
-    Args:
-        text: one line per host; empty cells, as torch writes them for idle slots, mean nothing.
-        name: of the schedule, for errors.
-        pieces: units that make one sequence, or one number per sequence.
-    """
-    rows = _rows(text, name)
-    hosts = _hosts(rows, name)
-    count = 1 + max((action.round for row in rows for action in row if action.round is not None), default=-1)
-    units = units_of(_pieces(count, pieces, name))
-    kept = tuple(tuple(action for action in row if action.kind in _COMPUTE) for row in rows)
-    schedule = Schedule(name, hosts, units, kept)
-    schedule.validate()
-    if any(action.kind in _MESSAGES for row in rows for action in row):
-        table = Table(name, hosts, count, rows)
-        with drawn(rows):
-            complete(table)
-            matched(table)
-            ending(table, send_of, "a receive waits for its send")
-    return schedule
-
-
-def _rows(text: str, name: str) -> Rows:
+def _parse_csv(text: str, name: str) -> Rows:
     rows: list[tuple[Action, ...]] = []
     for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
         row = []
         for column, cell in enumerate(map(str.strip, cells), start=1):
-            if cell:
-                row.append(_action(cell, f"{name} line {line} cell {column}"))
+            try:
+                row += [Action.parse(cell.replace(_TORCHS, _OURS))] if cell else []
+            except PlanError as error:
+                raise PlanError(f"{name} line {line} cell {column}: {error}", rule="format") from None
         rows.append(tuple(row))
     while rows and not rows[-1]:
         rows.pop()
     if not rows:
-        raise PlanError(f"{name} has no actions; give one line per host, such as 0F0,0F1,0B0,0B1", rule="format")
+        raise PlanError(f"{name} has no actions; give one line per pp_rank, such as 0F0,0F1,0B0,0B1", rule="format")
     return tuple(rows)
 
 
-def _action(cell: str, here: str) -> Action:
-    try:
-        return Action.parse(cell.replace(_TORCHS, _OURS))
-    except PlanError as error:
-        raise PlanError(f"{here}: {error}", rule="format") from None
-
-
-def _hosts(rows: Rows, name: str) -> tuple[int, ...]:
-    """Return the host of every stage: the line that has its actions."""
-    host: dict[int, int] = {}
-    for h, row in enumerate(rows):
+def _pp_rank_of_stages(rows: Rows, name: str) -> tuple[int, ...]:
+    """Return the pipeline rank of every stage: the line that has its actions."""
+    line: dict[int, int] = {}
+    for number, row in enumerate(rows):
         for action in row:
-            if host.setdefault(action.stage, h) != h:
-                value = f"{name} has {action} in line {h + 1} and stage {action.stage} in line {host[action.stage] + 1}"
-                raise PlanError(f"{value}; a stage is on one host; move it to one line", rule="hosts")
-    missing = sorted(set(range(max(host) + 1)) - set(host))
+            if line.setdefault(action.stage, number) != number:
+                first = line[action.stage] + 1
+                value = f"{name} has {action} in line {number + 1} and stage {action.stage} in line {first}"
+                raise PlanError(f"{value}; a stage is on one pp_rank; move it to one line", rule="pp-ranks")
+    missing = sorted(set(range(max(line) + 1)) - set(line))
     if missing:
-        value = f"{name} has stage {max(host)} but nothing for stage {missing[0]}"
-        raise PlanError(f"{value}; stages are numbered from 0 without gaps; add or renumber it", rule="hosts")
-    return tuple(host[stage] for stage in range(len(host)))
+        value = f"{name} has stage {max(line)} but nothing for stage {missing[0]}"
+        raise PlanError(f"{value}; stages are numbered from 0 without gaps; add or renumber it", rule="pp-ranks")
+    return tuple(line[stage] for stage in range(len(line)))
 
 
-def _pieces(units: int, pieces: int | Sequence[int], name: str) -> Sequence[int]:
-    """Return the pieces of every sequence."""
+def _pieces_of_sequences(units: int, pieces: int | Sequence[int], name: str) -> Sequence[int]:
     if not isinstance(pieces, int):
         if sum(pieces) != units or min(pieces, default=1) < 1:
             value = f"{name} has {units} units, and the pieces {', '.join(map(str, pieces))} make {sum(pieces)}"
@@ -479,3 +323,66 @@ def _pieces(units: int, pieces: int | Sequence[int], name: str) -> Sequence[int]
         value = f"{name} has {units} units, which are not sequences of {pieces} pieces"
         raise PlanError(f"{value}; the number of pieces divides the number of units; use {nearest}", rule="units")
     return [pieces] * (units // pieces)
+
+
+# -- drawing -------------------------------------------------------------------------------------------------------
+
+IDLE, CONTINUES = ".", "-"
+MAX_WIDTH = 118
+MAX_SLOTS = 4096
+
+Cells = list[list[str]]
+
+
+def grid(
+    rows: Sequence[Sequence[Action]],
+    start: Sequence[Sequence[int]] | None = None,
+    stop: Sequence[Sequence[int]] | None = None,
+    mark: tuple[int, int] | None = None,
+    width: int = MAX_WIDTH,
+) -> str:
+    """Draw rows of actions, time to the right, cut into blocks of lines that fit.
+
+        pp_rank 0 | 0F0 0F1  .   .  0B0 0B1
+        pp_rank 1 |  .  1F0 1B0 1F1 1B1  .
+
+    Args:
+        rows: actions per pipeline rank.
+        start: when each action starts; without it every action takes one column, in the order of its row.
+        stop: when each action stops, in the same shape.
+        mark: (pp_rank, number of the action) to point at; then only the block around it is drawn.
+        width: characters of a line.
+    """
+    cells = [
+        [f">{action}<" if (pp_rank, k) == mark else str(action) for k, action in enumerate(row)]
+        for pp_rank, row in enumerate(rows)
+    ]
+    column_of_mark = None if mark is None else mark[1]
+    if start is not None and stop is not None:
+        slot = math.gcd(*(moment for moments in (*start, *stop) for moment in moments)) or 1
+        end = max((moment for moments in stop for moment in moments), default=0) // slot
+        if end <= MAX_SLOTS:
+            column_of_mark = None if mark is None else start[mark[0]][mark[1]] // slot
+            cells = [_in_time(*row, slot, end) for row in zip(cells, start, stop, strict=True)]
+    size = max((len(cell) for row in cells for cell in row), default=1)
+    margin = len(f"pp_rank {len(cells) - 1}")
+    columns = max(1, (width - margin - 3) // (size + 1))
+    slots = max(map(len, cells), default=0)
+    firsts = range(0, max(slots, 1), columns)
+    if column_of_mark is not None:
+        firsts = [max(0, min(column_of_mark - columns // 2, slots - columns))]
+    blocks = []
+    for first in firsts:
+        shown = (" ".join(cell.center(size) for cell in row[first : first + columns]) for row in cells)
+        blocks.append("\n".join(f"{f'pp_rank {k}':<{margin}} | {line}".rstrip() for k, line in enumerate(shown)))
+    return "\n\n".join(blocks)
+
+
+def _in_time(names: Sequence[str], start: Sequence[int], stop: Sequence[int], slot: int, end: int) -> list[str]:
+    line = [IDLE] * end
+    for name, begins, ends in zip(names, start, stop, strict=True):
+        first, last = begins // slot, ends // slot
+        line[first:last] = [CONTINUES] * (last - first)
+        if last > first:
+            line[first] = name
+    return line

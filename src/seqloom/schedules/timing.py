@@ -1,8 +1,12 @@
-"""Play a schedule: when every action starts and stops, how long hosts wait, how much they hold.
+"""Timing of a schedule: when every action starts and stops, and how long pipeline ranks wait.
 
-Every host runs its row in order, an action as soon as the host is free and what it needs is there. So the result
-is the earliest time for the given order; nothing is decided here. All times are integers, in whatever unit the
-caller has (nanoseconds for a planner).
+Every pipeline rank runs its row in order, an action as soon as the rank is free and its input is there. So the result
+is the earliest time for the given order; nothing is decided here. Times are integers in the caller's unit
+(nanoseconds for a planner).
+
+This is the only place that times an order that is given. `fill_bubbles` and `list_schedule` decide an order while time
+passes, so they have event loops of their own; the closed form of 1F1B in `planners.loops` is called hundreds of
+thousands of times per plan, where building a `Schedule` would take too long.
 """
 
 from __future__ import annotations
@@ -17,15 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.plan.action import Action, ActionKind
+from seqloom.plan.action import B, F, W
+from seqloom.schedules.memory import peak_memory
 from seqloom.schedules.schedule import Schedule, Unit
-
-F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
-I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
 
 
 class Times(NamedTuple):
-    """int64[stages, units] each. A whole backward (B) takes `backward + weights`, W by itself `alone`."""
+    """Durations, int64[stages, units] each. B takes `backward_input + backward_weight`, W by itself `split_weight`."""
 
     forward: np.ndarray
     backward_input: np.ndarray
@@ -33,11 +35,11 @@ class Times(NamedTuple):
     backward_weight: np.ndarray
     """The half with respect to the weights (W)."""
     split_overhead: np.ndarray | int = 0
-    """What both halves take more than a whole backward; any shape that fits."""
+    """What I and W together take more than B; any shape that broadcasts."""
 
     @property
     def split_weight(self) -> np.ndarray:
-        """W with what splitting costs."""
+        """W with the overhead of splitting."""
         return self.backward_weight + self.split_overhead
 
     @classmethod
@@ -49,136 +51,102 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTiming:
-    """What came of it."""
+    """When everything happens.
+
+    Pipeline ranks that begin later than others may end later too. Where no barrier ends a step, the next step begins
+    so as well, and a step costs `step_time`. In most orders the first pipeline rank begins first and ends last, and
+    `step_time` is the makespan.
+
+    Attributes:
+        start, stop: of every action, in the shape of the schedule's rows.
+        makespan: from the first start to the last stop.
+        step_time: the longest that any pipeline rank takes from its first action to its last.
+        bubble: idle share, idle / (pipeline ranks * step_time).
+    """
 
     start: tuple[tuple[int, ...], ...]
-    """When every action starts, in the shape of the schedule's rows."""
     stop: tuple[tuple[int, ...], ...]
     makespan: int
-    """From the first start to the last stop."""
     step_time: int
-    """The longest that any host takes from its own first action to its own last."""
     bubble: float
-    """Share of the span in which hosts wait: idle / (hosts * span).
-
-    Hosts that begin later than others may end later too: where no barrier ends a step, the next step begins so as
-    well, and what a step costs is the span. In most orders the first host begins first and ends last, and the span
-    is the makespan.
-    """
-    peak_memory: tuple[int, ...]
-    """The most that every host holds at once, in the unit of `held`."""
 
 
-def simulate_schedule(
-    schedule: Schedule, times: Times, memory: np.ndarray | None = None, message: int = 0
-) -> ScheduleTiming:
-    """Run the schedule and return when what happened.
+def simulate_schedule(schedule: Schedule, times: Times, message: int = 0) -> ScheduleTiming:
+    """Run the schedule.
 
     Args:
         schedule: rows in an order that ends; see `Schedule.validate`.
         times: of every unit on every stage.
-        memory: int64[stages, units], what a unit holds on a stage from the start of its F to the end of its B or W;
-            1 without it.
-        message: time between the end of an action and its result being on the next stage's host.
+        message: time from the end of an action to its result being on the next stage's pipeline rank.
     """
-    start, stop = _sweep(schedule, times, message)
+    start, stop = _run_rows(schedule, times, message)
     if any(len(done) < len(row) for done, row in zip(stop, schedule.rows, strict=True)):
-        schedule.validate()  # which says why
+        schedule.validate()  # says why
     ends = [(begins[0], stops[-1]) for begins, stops in zip(start, stop, strict=True) if stops]
     makespan = max((last for _, last in ends), default=0)
-    span = max((last - first for first, last in ends), default=0)
+    step_time = max((last - first for first, last in ends), default=0)
     busy = sum(sum(stops) - sum(begins) for begins, stops in zip(start, stop, strict=True))
-    bubble = 1 - busy / (len(start) * span) if span else 0.0
-    sizes = None if memory is None else memory.tolist()
-    peak = tuple(_peak(row, sizes) for row in schedule.rows)
-    return ScheduleTiming(tuple(map(tuple, start)), tuple(map(tuple, stop)), makespan, span, bubble, peak)
+    bubble = 1 - busy / (len(start) * step_time) if step_time else 0.0
+    return ScheduleTiming(tuple(map(tuple, start)), tuple(map(tuple, stop)), makespan, step_time, bubble)
 
 
-def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[int]], list[list[int]]]:
+def _run_rows(schedule: Schedule, times: Times, message: int) -> tuple[list[list[int]], list[list[int]]]:
     """Run all rows as far as they go; return the start and stop of every action that ran.
 
     A row that waits is taken up again when a row with a neighbouring stage has gone on.
     """
-    hosts, rows = schedule.pp_ranks, schedule.rows
-    last = len(hosts) - 1
-    forward, backward, weights, alone = (column.tolist() for column in (*times[:3], times.split_weight))
-    gone: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when F has ended, by stage and unit
-    back: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when B or I has
-    late = [message if s and hosts[s] != hosts[s - 1] else 0 for s in range(len(hosts))]
+    pp_ranks, rows = schedule.pp_ranks, schedule.rows
+    last = len(pp_ranks) - 1
+    forward, backward, weight, split_weight = (column.tolist() for column in (*times[:3], times.split_weight))
+    forward_end: list[list[int]] = [[-1] * len(schedule.units) for _ in pp_ranks]
+    backward_end: list[list[int]] = [[-1] * len(schedule.units) for _ in pp_ranks]  # of B or I
+    delay = [message if s and pp_ranks[s] != pp_ranks[s - 1] else 0 for s in range(len(pp_ranks))]
     start: list[list[int]] = [[] for _ in rows]
     stop: list[list[int]] = [[] for _ in rows]
     neighbours = schedule.neighbours
-    work = list(range(len(rows)))
-    while work:
-        h = work.pop()
-        begins, stops = start[h], stop[h]
+    runnable = list(range(len(rows)))
+    while runnable:
+        pp_rank = runnable.pop()
+        begins, stops = start[pp_rank], stop[pp_rank]
         first, now = len(stops), stops[-1] if stops else 0
-        for action in islice(rows[h], first, None):
+        for action in islice(rows[pp_rank], first, None):
             s, kind, u = action.stage, action.kind, action.round
             assert u is not None
             if kind is F:
                 if s:
-                    there = gone[s - 1][u]
-                    if there < 0:
+                    ready = forward_end[s - 1][u]
+                    if ready < 0:
                         break
-                    if there + late[s] > now:
-                        now = there + late[s]
+                    if ready + delay[s] > now:
+                        now = ready + delay[s]
                 begins.append(now)
-                gone[s][u] = now = now + forward[s][u]
+                forward_end[s][u] = now = now + forward[s][u]
             elif kind is W:
                 begins.append(now)
-                now += alone[s][u]
+                now += split_weight[s][u]
             else:
                 if s < last:
-                    there = back[s + 1][u]
-                    if there < 0:
+                    ready = backward_end[s + 1][u]
+                    if ready < 0:
                         break
-                    if there + late[s + 1] > now:
-                        now = there + late[s + 1]
+                    if ready + delay[s + 1] > now:
+                        now = ready + delay[s + 1]
                 begins.append(now)
-                back[s][u] = now = now + backward[s][u] + (weights[s][u] if kind is B else 0)
+                backward_end[s][u] = now = now + backward[s][u] + (weight[s][u] if kind is B else 0)
             stops.append(now)
         if len(stops) > first:
-            work.extend(neighbours[h])
+            runnable.extend(neighbours[pp_rank])
     return start, stop
 
 
-def _peak(row: tuple[Action, ...], held: list[list[int]] | None) -> int:
-    """Return the most that a host holds: a unit on a stage from its F to its B or W."""
-    live = most = 0
-    for action in row:
-        if action.kind is I:
-            continue
-        assert action.round is not None
-        size = 1 if held is None else held[action.stage][action.round]
-        if action.kind is F:
-            live += size
-            if live > most:
-                most = live
-        else:
-            live -= size
-    return most
-
-
-# ---- merged: plan.schedules.figures
-# The figures of a schedule of equal micro-batches on equal stages: bubble, makespan, peak memory.
-#
-# Times are those of a whole micro-batch on all stages of a host. A piece is an equal part of its micro-batch, a
-# chunk an
-# equal part of its host's share of the model. Memory is in micro-batches on all stages of a host, so 1F1B holds p.
-
-
 class ScheduleMetrics(NamedTuple):
-    """What a schedule costs, in the unit of the times that were given."""
+    """Bubble, times and memory of a schedule of equal micro-batches on equal stages, in the unit of the given times."""
 
     bubble: float
-    """Idle share of the makespan, over all hosts."""
     step_time: float
-    """The longest that a host takes from its first action to its last: what a step costs when steps follow steps."""
     makespan: float
-    """From the first start to the last stop; more than the makespan where hosts that begin late also end late."""
     peak_memory: tuple[float, ...]
-    """Per host."""
+    """Per pipeline rank, in micro-batches on all its stages: 1F1B holds p."""
     timing: ScheduleTiming
     """The same in integers, with the start and stop of every action."""
 
@@ -186,33 +154,28 @@ class ScheduleMetrics(NamedTuple):
 def schedule_metrics(
     schedule: Schedule, forward: Fraction, backward_input: Fraction, backward_weight: Fraction
 ) -> ScheduleMetrics:
-    """Play a schedule that is in order.
+    """Time a schedule of equal micro-batches; see `ScheduleTiming` for the figures.
 
     Args:
-        schedule: of equal micro-batches.
-        forward: time of a whole micro-batch on all stages of a host.
-        backward_input: the same for the input half of its backward.
-        backward_weight: the same for the weight half.
+        schedule: in an order that ends.
+        forward, backward_input, backward_weight: time of a whole micro-batch on all stages of a pipeline rank.
     """
-    whole = math.lcm(*(value.denominator for value in (forward, backward_input, backward_weight)))
-    scaled = [int(value * whole) for value in (forward, backward_input, backward_weight)]
-    held, one = unit_sizes(schedule)
-    played = simulate_schedule(schedule, Times(*(held * value for value in scaled)), held)
-    unit = whole * one
-    peak = tuple(most / one for most in played.peak_memory)
-    return ScheduleMetrics(played.bubble, played.step_time / unit, played.makespan / unit, peak, played)
+    denominator = math.lcm(*(value.denominator for value in (forward, backward_input, backward_weight)))
+    scaled = [int(value * denominator) for value in (forward, backward_input, backward_weight)]
+    sizes, one = unit_sizes(schedule.pp_ranks, schedule.units)
+    timing = simulate_schedule(schedule, Times(*(sizes * value for value in scaled)))
+    unit = denominator * one
+    peak = tuple(most / one for most in peak_memory(schedule, sizes))
+    return ScheduleMetrics(timing.bubble, timing.step_time / unit, timing.makespan / unit, peak, timing)
 
 
-def unit_sizes(schedule: Schedule) -> tuple[np.ndarray, int]:
-    """int64[stages, units], the share of a micro-batch on a host that a unit on a stage is; and what all of it is."""
-    return unit_sizes_on(schedule.pp_ranks, schedule.units)
+def unit_sizes(pp_ranks: Sequence[int], units: Sequence[Unit]) -> tuple[np.ndarray, int]:
+    """Return int64[stages, units], each unit's share of a micro-batch on a pipeline rank, and what the whole is.
 
-
-def unit_sizes_on(pp_ranks: Sequence[int], units: Sequence[Unit]) -> tuple[np.ndarray, int]:
-    """`sizes` of a schedule that is not made yet."""
+    A piece is an equal part of its micro-batch, a chunk an equal part of its pipeline rank's layers.
+    """
     count = Counter(pp_ranks)
-    chunks = np.array([count[host] for host in pp_ranks], dtype=np.int64)
-    pieces = np.array([unit.pieces for unit in units], dtype=np.int64)
-    parts = np.outer(chunks, pieces)
+    chunks = np.array([count[pp_rank] for pp_rank in pp_ranks], dtype=np.int64)
+    parts = np.outer(chunks, np.array([unit.pieces for unit in units], dtype=np.int64))
     one = math.lcm(*np.unique(parts).tolist())
     return one // parts, one

@@ -1,9 +1,9 @@
 """A discrete-event engine: tasks with durations on streams and links, and the time at which each one runs.
 
-A **stream** runs its tasks one after the other, in the order in which they were added: the program of the
-ranks of a shard group. A task may stand on many streams at once (lock step). A **link** carries one task at a
-time, first come first served: a network card. A task starts when everything it needs is done, its turn has
-come on all its streams, and all its links are free.
+A **stream** runs its tasks one after the other, in the order in which they were added: the program of the ranks of a
+shard group. A task may stand on many streams at once (lock step). A **link** carries one task at a time, first come
+first served: a NIC. A task starts when everything it needs is done, it is the next on all its streams, and all its
+links are free.
 """
 
 from __future__ import annotations

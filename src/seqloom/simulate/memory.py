@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes
-from seqloom.cost.plan_cost import pipeline_memory, tokens_on_ranks
+from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
-from seqloom.plan import ActionKind, LayerRange, Pipeline, Plan, StageMicroBatch
+from seqloom.plan import Group, LayerRange, Pipeline, Plan, Sharding
+from seqloom.plan.action import B, F, I, W
+from seqloom.schedules.memory import UnitMemory, memory_walk
 
 _RESIDENT = UnshardMemory(0, 0, 0, 0, 0)  # the parameters of a stage stay for the step: they are in its state
 
@@ -19,10 +22,12 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     """int64[ranks] bytes. Pipelines of one stage: the closed form. Stages: a walk along the rows of actions."""
     peak = np.full(cost.ranks, cost.memory.idle_bytes, dtype=np.int64)
     for pipeline in plan.pipelines:
-        if len(pipeline.stages) == 1:
-            peak = np.maximum(peak, pipeline_memory(cost, plan, pipeline))
-            continue
         unsharded = _unshard_memory(cost, pipeline)
+        if len(pipeline.stages) == 1:
+            everywhere = len(plan.pipelines) == 1 and plan.sharding != Sharding.FREE  # all ranks share its parameters
+            ranks = np.arange(cost.ranks) if everywhere else np.array(pipeline.ranks)
+            peak[ranks] = np.maximum(peak[ranks], _one_stage_bytes(plan, cost, pipeline, unsharded.get(0))[ranks])
+            continue
         for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
             state = _state_bytes(plan, cost, pipeline, pp_rank, unsharded)
             walked = _walk(plan, cost, pipeline, pp_rank, unsharded)
@@ -30,32 +35,44 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     return peak
 
 
+def _one_stage_bytes(plan: Plan, cost: CostModel, pipeline: Pipeline, unsharded: UnshardMemory | None) -> np.ndarray:
+    """int64[ranks]: peak bytes of the ranks of a pipeline of one stage over its rounds."""
+    memory, layers = cost.with_tensor(pipeline.stages[0].tensor).memory, pipeline.layer_ranges[0]
+    peak = np.zeros(cost.ranks, dtype=np.int64)
+    for work in (current.by_stage[0] for current in pipeline.rounds):
+        tokens = tokens_on_ranks(cost, work)
+        if unsharded is None:
+            policy = MemoryPolicy(work.checkpoint, plan.reduce)
+            fixed, activations = memory.fixed_bytes(policy), tokens * memory.token_bytes(policy)
+        else:  # in forward, at the start of the backward, at its end
+            held, forward, backward, *_ = memory.activation_bytes(layers, work.checkpoint, offload=False)
+            fixed = memory.working_bytes(layers) + unsharded.always + unsharded.copies
+            starts = np.maximum(tokens * (held + forward), tokens * (held + backward) + unsharded.layer)
+            activations = np.maximum(starts, tokens * backward + unsharded.layer + unsharded.rest)
+        peak = np.maximum(peak, fixed + np.ceil(activations).astype(np.int64))
+    return peak
+
+
 def _unshard_memory(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardMemory]:
     """Of the stages that are unsharded for every pass."""
-    memory = {}
-    for number in unshard_times_by_stage(cost, pipeline):
-        stage = pipeline.stages[number]
-        memory[number] = UnshardMemory.of(
-            cost.with_tensor(stage.tensor), pipeline.layer_ranges[number], dp_cp_size(stage)
-        )
-    return memory
+    stages, layers = pipeline.stages, pipeline.layer_ranges
+    return {
+        s: UnshardMemory.of(cost.with_tensor(stages[s].tensor), layers[s], dp_cp_size(stages[s]))
+        for s in unshard_times_by_stage(cost, pipeline)
+    }
 
 
 def _state_bytes(
     plan: Plan, cost: CostModel, pipeline: Pipeline, pp_rank: int, unsharded: dict[int, UnshardMemory]
 ) -> np.ndarray:
     """float64[ranks of the pipeline rank] bytes before any token."""
-    stages = {s: cost.with_tensor(pipeline.stages[s].tensor).memory for s in pipeline.stages_of(pp_rank)}
-    working = max(memory.working_bytes(pipeline.layer_ranges[s]) for s, memory in stages.items())
-    state = {}
+    stages, layers = pipeline.stages_of(pp_rank), pipeline.layer_ranges
+    memory = {s: cost.with_tensor(pipeline.stages[s].tensor).memory for s in stages}
+    working, state = max(memory[s].working_bytes(layers[s]) for s in stages), {}
     for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.ranks_by_pp_rank[pp_rank]):
         own = working
-        for s, memory in stages.items():
-            own += (
-                unsharded[s].always
-                if s in unsharded
-                else memory.state_bytes(pipeline.layer_ranges[s], len(shard_group))
-            )
+        for s in stages:
+            own += unsharded[s].always if s in unsharded else memory[s].state_bytes(layers[s], len(shard_group))
         state |= dict.fromkeys(shard_group, own)
     return np.array([state[rank] for rank in pipeline.ranks_by_pp_rank[pp_rank]], dtype=np.float64)
 
@@ -64,62 +81,57 @@ def _walk(
     plan: Plan, cost: CostModel, pipeline: Pipeline, pp_rank: int, unsharded: dict[int, UnshardMemory]
 ) -> np.ndarray:
     """float64[ranks] bytes: the most that micro-batches and KV caches of their documents hold at once on a rank."""
-    activations, caches = {}, {}
+    units: dict[tuple[int, int | None], UnitMemory] = {}
     for stage in pipeline.stages_of(pp_rank):
         own, layers = cost.with_tensor(pipeline.stages[stage].tensor), pipeline.layer_ranges[stage]
+        _, copies, layer, _, _ = unsharded.get(stage, _RESIDENT)
         for r, current in enumerate(pipeline.rounds):
             work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
             per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload)
-            activations[stage, r] = [each * tokens for each in per_token]
-            caches[stage, r] = kv_cache_changes(plan, own, layers, work)
-    live, most = np.zeros(cost.ranks), np.zeros(cost.ranks)
-    split = set()
-    for action in pipeline.actions[pp_rank]:
-        key = action.stage, action.round
-        if key not in activations:
-            continue
-        held, forward, backward, deferred, splitting = activations[key]
-        cache = caches[key]
-        _, copies, layer, rest, halves = unsharded.get(action.stage, _RESIDENT)
-        if action.kind == ActionKind.F:
-            live = live + held + cache.begun
-            most = np.maximum(most, live + forward + copies)
-        elif action.kind == ActionKind.W:
-            live = live + (0 if action.stage in split else halves)
+            unit = UnitMemory(*(each * tokens for each in per_token))
+            units[stage, r] = unit._replace(
+                forward=unit.forward + copies,
+                backward=unit.backward + copies + layer,
+                weight=copies,
+                **kv_cache_changes(own, layers, work.groups, plan.documents)._asdict(),
+            )
+    most, weight_gradients, split = np.zeros(cost.ranks), 0, set()
+    row = (action for action in pipeline.actions[pp_rank] if action.kind in (F, B, I, W))
+    for action, peak, after in memory_walk(row, lambda action: units[action.stage, action.round]):
+        _, copies, _, rest, halves = unsharded.get(action.stage, _RESIDENT)
+        if action.kind is W and action.stage not in split:
+            weight_gradients += halves
             split.add(action.stage)
-            most = np.maximum(most, live + copies)
-            live = live - deferred
-        elif action.kind in (ActionKind.B, ActionKind.I):
-            live = live + cache.returning
-            half = action.kind == ActionKind.I
-            most = np.maximum(most, live + backward + copies + layer + (splitting if half else 0.0))
-            live = live - held - cache.done + (deferred if half else 0.0)
-            ending = backward + copies + layer + rest if copies else 0.0
-            most = np.maximum(most, live + ending)
+        most = np.maximum(most, peak + weight_gradients)
+        if action.kind in (B, I):
+            ending = units[action.stage, action.round].backward + rest if copies else 0.0
+            most = np.maximum(most, after + weight_gradients + ending)
     return most
 
 
 class KVCacheChanges(NamedTuple):
-    """Keys and values that a micro-batch begins or ends to hold on a stage. float64[ranks] bytes."""
+    """Keys and values of documents in pieces that a micro-batch allocates and frees. int64[ranks] bytes."""
 
-    begun: np.ndarray  # its F is the document's first: keys and values of all its tokens
-    returning: np.ndarray  # its backward is the document's first: their gradients
-    done: np.ndarray  # its backward is the document's last: both are freed
+    kv: np.ndarray  # its F is the document's first: keys and values of all its tokens
+    kv_grad: np.ndarray  # its backward is the document's first: their gradients
+    kv_freed: np.ndarray  # its backward is the document's last: frees both
 
 
-def kv_cache_changes(plan: Plan, cost: CostModel, layers: LayerRange, work: StageMicroBatch) -> KVCacheChanges:
-    """Changes by a micro-batch in the KV caches of documents in pieces."""
-    begun, returning, done = (np.zeros(cost.ranks) for _ in range(3))
-    for group in work.groups:
+def kv_cache_changes(
+    cost: CostModel, layers: LayerRange, groups: Sequence[Group], lengths: Sequence[int] | np.ndarray
+) -> KVCacheChanges:
+    """Compute the changes of KV caches by a micro-batch of these groups; `lengths` are those of all documents."""
+    kv, kv_grad, kv_freed = (np.zeros(cost.ranks, dtype=np.int64) for _ in range(3))
+    for group in groups:
         for document, start, stop in group.spans:
-            length, ranks = plan.documents[document], list(group.ranks)
+            length, ranks = int(lengths[document]), list(group.ranks)
             if stop - start == length:
                 continue
             keys, gradients = kv_cache_bytes(cost, layers, group, length)
             if start == 0:
-                begun[ranks] += keys
-                done[ranks] += keys + gradients
+                kv[ranks] += keys
+                kv_freed[ranks] += keys + gradients
             if stop == length:
-                returning[ranks] += gradients
-    return KVCacheChanges(begun, returning, done)
+                kv_grad[ranks] += gradients
+    return KVCacheChanges(kv, kv_grad, kv_freed)

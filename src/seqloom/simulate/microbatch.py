@@ -22,7 +22,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import offload_ns
-from seqloom.cost.plan_cost import RoundTimes, columns, round_components, tokens_on_ranks
+from seqloom.cost.plan_cost import RoundTimes, columns, round_components, step_overhead, sums_before, tokens_on_ranks
 from seqloom.cost.resharding import exposed_reshard_ns, unshard_times_by_stage
 from seqloom.cost.shapes import COST_COLUMNS, STREAMS
 from seqloom.plan import ActionKind, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
@@ -181,7 +181,7 @@ class MicroBatchTimes:
         cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], work.checkpoint, matmul_share)
         length, forward, weights = extend_for_offload(times.component_ns(component), *cuts, copy_ns)
         degrees = np.array([*(len(each.ranks) for each in work.groups), 1])  # the last: ranks without a group
-        before = _earlier(rank, times.member_ns)
+        before = sums_before(rank, times.member_ns)
         return cls(
             rank=rank,
             group=group,
@@ -227,16 +227,6 @@ class MicroBatchTimes:
             more = self.split_overhead
             duration, start, stop = duration + more, start + more * (self.before > 0), stop + more
         return ActionTimes(duration, start, stop, comm)
-
-
-def _earlier(rank: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """int64[members]: time of the rank's earlier members."""
-    order = np.argsort(rank, kind="stable")
-    sums = np.cumsum(time[order]) - time[order]
-    _, first = np.unique(rank[order], return_index=True)
-    before = np.empty_like(sums)
-    before[order] = sums - np.repeat(sums[first], np.diff(np.append(first, len(rank))))
-    return before
 
 
 def _exposed(times: RoundTimes, before: np.ndarray) -> np.ndarray:
@@ -379,21 +369,3 @@ def end_ns(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBatchTim
     exposed = exposed_reshard_ns(cost, plan.pipelines, overlap_windows)
     total, communication = step_overhead(plan, cost)
     return total + exposed, communication + exposed
-
-
-def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
-    """(ns, of that communication) of the end of a step on the slowest pipeline rank, whatever the rounds."""
-    costs = [(0, 0)]
-    for pipeline in plan.pipelines:
-        if len(pipeline.stages) > 1:
-            for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
-                stages = pipeline.stages_of(pp_rank)  # of one tensor degree, or priced by that of the first
-                own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
-                narrowest = min(map(len, plan.limits.shard_groups(plan.sharding, ranks)))
-                costs.append(own.stage_overhead_ns([pipeline.layer_ranges[s] for s in stages], len(ranks), narrowest))
-            continue
-        own, resident = cost.with_tensor(pipeline.stages[0].tensor), bool(unshard_times_by_stage(cost, pipeline))
-        for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
-            policy = MemoryPolicy(checkpoint, plan.reduce, resident)
-            costs.append((own.step_overhead_ns(policy), own.step_communication_ns(policy)))
-    return max(costs)

@@ -1,7 +1,6 @@
-"""Training: the config of a run, its metrics, optimiser and checkpoints.
+"""Training: config, setup, launch, the loop itself, optimiser, checkpoints and metrics.
 
-What is here needs no torch, so that a config is checked before anything heavy is loaded; `seqloom.train.optimiser` and
-`seqloom.train.checkpoints` do.
+`config` and `setup` need no torch, so that a run is checked before anything heavy is loaded.
 """
 
 from seqloom.train.config import Config

@@ -21,10 +21,10 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ Shapes = Mapping[str, str]
 """dtype and global shape of every tensor, `float32[4, 8]`."""
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager):
     """The checkpoints of one run. All ranks make one, and call `save`, `load` and `close` together.
 
     Its messages use a communicator of their own, beside those of training.
@@ -91,10 +91,6 @@ class Checkpoints:
         if self._group is not None:
             dist.broadcast_object_list(newest, group_src=0, group=self._group)
         return newest[0]
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close, unless something failed: other ranks may never answer then."""

@@ -1,4 +1,4 @@
-"""A training run as one value: sections read from TOML, overridden by dotted keys, written back.
+"""A training run as one value: sections read from TOML, overridden by dotted keys.
 
     config = Config.load("recipes/tiny-cpu.toml", overrides=["optimiser.lr=1e-4", "plan.planner=flex"])
 
@@ -7,91 +7,75 @@ An unknown key, a wrong type and an impossible value are refused with the way ou
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Strict
+from pydantic import Field, Strict
 
 from seqloom.cost import Profile
 from seqloom.data.source import SYNTHETIC
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError, import_extra, unknown_name
 from seqloom.plan import Sharding
 from seqloom.planners.pipeline.planner import SCHEDULES
 from seqloom.planners.registry import parse_planner
 from seqloom.reader import build, is_file_name, read_mapping
 
-Whole = Annotated[int, Strict()]
-"""A whole number; no text that looks like one, no 3.0."""
-Real = Annotated[float, Strict()]
+Count = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[int, Field(strict=True, ge=1)]
+Length = Annotated[int, Field(strict=True, ge=2)]
+"""Tokens of a document: one, and the one that it predicts."""
+Real = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+PositiveReal = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 
 class _Section:
-    """Checks that all sections share."""
+    """Keys of a section: their types say what is legal. A key that is none of them is refused."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar = {"extra": "forbid"}
-    _name: ClassVar[str]
-    _one_of: ClassVar[tuple[str, ...]] = ()
-    """Two keys of which exactly one is given."""
-    _least: ClassVar[Mapping[str, float]] = {}
-    """The smallest legal value of a number, unless it is None."""
-    _above: ClassVar[Mapping[str, float]] = {}
-    """What a number must be greater than, unless it is None."""
 
-    def __post_init__(self) -> None:
-        given = [key for key in self._one_of if getattr(self, key) is not None]
-        if self._one_of and len(given) != 1:
-            keys = " and ".join(f"{self._name}.{key}" for key in self._one_of)
-            problem = "both are given" if given else "neither is given"
-            raise SeqloomError(f"{keys}: {problem}; give exactly one of them")
-        for key, least in self._least.items():
-            value = getattr(self, key)
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                raise SeqloomError(f"{self._name}.{key} = {value}; it must be {least} or more")
-        for key, limit in self._above.items():
-            value = getattr(self, key)
-            if value is not None and not limit < value < math.inf:
-                raise SeqloomError(f"{self._name}.{key} = {value}; it must be above {limit}")
-        self._check()
 
-    def _check(self) -> None:
-        """Check what is particular to a section."""
+def _require_one(section: object, name: str, *keys: str) -> None:
+    """Refuse a section in which none or several of the keys are given."""
+    given = [key for key in keys if getattr(section, key) is not None]
+    if len(given) != 1:
+        problem = "both are given" if given else "neither is given"
+        dotted = " and ".join(f"{name}.{key}" for key in keys)
+        raise SeqloomError(f"{dotted}: {problem}; give exactly one of them")
 
 
 @dataclass(frozen=True, slots=True)
 class Run(_Section):
     """How long, with which seed, where to."""
 
-    _name, _one_of = "run", ("steps", "epochs")
-    _least: ClassVar = {"steps": 1, "epochs": 1, "ranks": 1, "timeout_s": 1, "seed": 0}
-
     output: Path
     """Folder of checkpoints and metrics; created when it does not exist."""
-    steps: Whole | None = None
+    steps: Positive | None = None
     """Optimiser steps. Either this or `epochs`."""
-    epochs: Whole | None = None
+    epochs: Positive | None = None
     """Times that every document is seen."""
-    seed: Whole = 0
+    seed: Count = 0
     """Of the order of documents and of planners."""
-    ranks: Whole = 1
+    ranks: Positive = 1
     """Processes to start on this machine. Under torchrun its own number counts."""
-    timeout_s: Whole = 600
+    timeout_s: Positive = 600
     """Seconds after which a rank that waits for another gives up: more than the longest step takes."""
+
+    def __post_init__(self) -> None:
+        """Check what several keys say together."""
+        _require_one(self, "run", "steps", "epochs")
 
 
 @dataclass(frozen=True, slots=True)
 class Model(_Section):
     """The model to train: a reference model, or a Hugging Face folder."""
-
-    _name, _one_of = "model", ("spec", "huggingface")
-    _least: ClassVar = {"seed": 0}
 
     spec: str | None = None
     """Shapes of a reference model: a preset's name, or a .json or .toml file. Either this or `huggingface`."""
@@ -99,14 +83,16 @@ class Model(_Section):
     """Of a reference model, .safetensors with Llama's names, such as a run saves; None: random ones."""
     huggingface: Path | None = None
     """Folder with config.json and, unless parameters are random, safetensors; or the name of a published model."""
-    seed: Whole = 0
+    seed: Count = 0
     """Of random parameters."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """What layers compute in. With bfloat16 the optimiser's parameters and all sums are float32."""
     compile: Annotated[bool, Strict()] = False
     """Compile the bodies of layers with torch.compile: slow first steps, then faster ones and less memory."""
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        """Check what several keys say together."""
+        _require_one(self, "model", "spec", "huggingface")
         if self.parameters is not None and self.spec is None:
             raise SeqloomError(
                 f"model.parameters = {str(self.parameters)!r} beside model.huggingface, whose folder has parameters of "
@@ -118,26 +104,25 @@ class Model(_Section):
 class Data(_Section):
     """Which documents, and how many of them make a step."""
 
-    _name, _one_of = "data", ("sequences", "tokens")
-    _least: ClassVar = {"sequences": 1, "tokens": 2, "max_length": 2}
-
     source: Path
     """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600."""
     validation: Path | None = None
     """Documents for evaluation, in either form."""
-    sequences: Whole | None = None
+    sequences: Positive | None = None
     """Documents in a step. Either this or `tokens`."""
-    tokens: Whole | None = None
+    tokens: Length | None = None
     """Tokens in a step, at most."""
     batches: Literal["shuffled", "hbp"] = "shuffled"
     """Which documents make a step: the next ones of a shuffle; or, by hierarchical balance packing of all documents
     ahead, packs of one length and of like attention work. The latter needs `tokens`."""
-    max_length: Whole | None = None
+    max_length: Length | None = None
     """Longest document, tokens; None: as long as they are."""
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     """What happens to longer ones; they are counted and reported."""
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        """Check what several keys say together."""
+        _require_one(self, "data", "sequences", "tokens")
         if self.batches == "hbp" and self.tokens is None:
             raise SeqloomError(
                 "data.batches = 'hbp' without data.tokens: packs fill a step of so many tokens; give tokens instead of "
@@ -159,10 +144,6 @@ class Data(_Section):
 class Planning(_Section):
     """Which planner, for which machine, and within what memory."""
 
-    _name = "plan"
-    _least: ClassVar = {"ahead": 0, "capacity": 1}
-    _above: ClassVar = {"budget_gib": 0}
-
     planner: str = "auto"
     """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, exact, hydraulis or auto."""
     cluster: str = "auto"
@@ -174,14 +155,15 @@ class Planning(_Section):
     to where its plan computes, so that plans may have any stages."""
     strategies: str = "auto"
     """What hydraulis, and auto under free sharding, choose from: a .json of `seqloom propose`; auto: proposed."""
-    budget_gib: Real | None = None
+    budget_gib: PositiveReal | None = None
     """Memory of a rank that a plan may use; None: the profile's, or 0.9 of the device's."""
-    capacity: Whole | None = None
+    capacity: Positive | None = None
     """Tokens of a rank in a round, at most; None: as many as the memory holds."""
-    ahead: Whole = 2
+    ahead: Count = 2
     """Steps that are planned ahead in the background; 0: each when it is due."""
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        """Check what types do not say."""
         parse_planner(self.planner)
         if self.strategies != "auto" and not is_file_name(self.strategies):
             raise SeqloomError(f"plan.strategies = {self.strategies!r}; give a .json of seqloom propose, or 'auto'")
@@ -191,19 +173,17 @@ class Planning(_Section):
 class Pipelining(_Section):
     """Whether the model's layers are cut into stages, each on ranks of its own, through which documents flow."""
 
-    _name = "pipeline"
-    _least: ClassVar = {"stages": 1, "chunks": 1}
-
-    stages: Whole | str = 1
+    stages: Annotated[int, Strict()] | str = 1
     """Groups of ranks that follow each other, for the whole run; 1: no pipeline; auto: the fastest for the data."""
-    chunks: Whole = 1
+    chunks: Positive = 1
     """Stages of the model that each of them holds."""
     schedule: str = "auto"
     """Order of forwards and backwards: a name of `seqloom schedule`; auto: the fastest for every step."""
 
-    def _check(self) -> None:
-        if not isinstance(self.stages, int) and self.stages != "auto":
-            raise SeqloomError(f"pipeline.stages = {self.stages!r}; give a number, or 'auto'")
+    def __post_init__(self) -> None:
+        """Check what types do not say."""
+        if self.stages != "auto" and not (isinstance(self.stages, int) and self.stages >= 1):
+            raise SeqloomError(f"pipeline.stages = {self.stages!r}; give 1 or more, or 'auto'")
         if self.schedule not in ("auto", *SCHEDULES):
             raise unknown_name("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
         for key, default in (("chunks", 1), ("schedule", "auto")):
@@ -218,51 +198,33 @@ class Pipelining(_Section):
 class Optimiser(_Section):
     """AdamW. Matrices are decayed, norms and biases are not."""
 
-    _name = "optimiser"
-    _least: ClassVar = {"weight_decay": 0, "clip": 0}
-    _above: ClassVar = {"lr": 0, "eps": 0}
-
-    lr: Real = 3e-4
+    lr: PositiveReal = 3e-4
     """The highest learning rate; `schedule` says what share of it a step has."""
-    betas: tuple[Real, Real] = (0.9, 0.95)
-    eps: Real = 1e-8
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: PositiveReal = 1e-8
     weight_decay: Real = 0.1
     clip: Real = 1.0
     """The gradient is scaled down to this norm where it is above; 0: never."""
-
-    def _check(self) -> None:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise SeqloomError(f"optimiser.betas = {list(self.betas)}; both must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule(_Section):
     """How the learning rate moves: up during the warm-up, then down to `final` at the last step."""
 
-    _name = "schedule"
-    _least: ClassVar = {"warmup": 0}
-
     kind: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: Whole = 0
+    warmup: Count = 0
     """Steps of rising rate; the last of them has all of it."""
-    final: Real = 0.1
+    final: Share = 0.1
     """Share of the rate at the last step; constant has none."""
-
-    def _check(self) -> None:
-        if not 0 <= self.final <= 1:
-            raise SeqloomError(f"schedule.final = {self.final}; it is a share of optimiser.lr, from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(_Section):
     """Loss on the validation documents."""
 
-    _name = "evaluation"
-    _least: ClassVar = {"every": 0, "batches": 1}
-
-    every: Whole = 0
+    every: Count = 0
     """Steps from one to the next; 0: never."""
-    batches: Whole = 8
+    batches: Positive = 8
     """Batches of an evaluation, always the same ones."""
 
 
@@ -270,12 +232,9 @@ class Evaluation(_Section):
 class Checkpointing(_Section):
     """When the state of a run is written, and where it begins from."""
 
-    _name = "checkpoint"
-    _least: ClassVar = {"every": 0, "keep": 1}
-
-    every: Whole = 0
+    every: Count = 0
     """Steps from one checkpoint to the next; 0: only after the last step."""
-    keep: Whole = 3
+    keep: Positive = 3
     """Complete checkpoints that stay; older ones are deleted."""
     resume: str = "auto"
     """auto: from the latest of this run's folder, if there is one; never; or the folder of a checkpoint elsewhere."""
@@ -285,17 +244,15 @@ class Checkpointing(_Section):
 class Logging(_Section):
     """Where the metrics of steps go."""
 
-    _name = "log"
-    _least: ClassVar = {"every": 1}
-
-    every: Whole = 1
+    every: Positive = 1
     """Steps from one line on the terminal, and in trackers, to the next. The .jsonl has all of them."""
     jsonl: Path | None = None
     """Metrics, one line per step; None: metrics.jsonl in the run's folder."""
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics as well; each must be installed."""
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        """Check what types do not say."""
         if len(set(self.sinks)) < len(self.sinks):
             raise SeqloomError(f"log.sinks = {list(self.sinks)} names one twice; name each once")
 
@@ -414,24 +371,6 @@ class Config:
             for name, section in sections.items()
         }
 
-    def to_toml(self) -> str:
-        """Return the whole config, defaults included, as text that `load` reads back as an equal one."""
-        blocks = []
-        for name, section in self.as_dict().items():
-            lines = [f"{key} = {_format_toml(value)}" for key, value in section.items()]
-            blocks.append("\n".join([f"[{name}]", *lines]))
-        return "\n\n".join(blocks) + "\n"
-
-
-def _format_toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return f"[{', '.join(map(_format_toml, value))}]"
-    return repr(value)
-
 
 # ---- Overrides
 
@@ -531,26 +470,22 @@ def fetch_model(name: str) -> Path:
     What the cache of Hugging Face has is used as it is; HF_HOME says where that is, HF_HUB_OFFLINE that nothing may be
     downloaded. Several ranks may call it at the same time.
     """
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise SeqloomError(
-            f"model.huggingface = {name!r}: models by name need huggingface_hub ({error}); pip install 'seqloom[hf]', "
-            "or give a folder"
-        ) from None
+    hub = import_extra(
+        *(f"model.huggingface = {name!r}: a model by name", "hf", "huggingface_hub", "huggingface_hub.errors"),
+        otherwise=", or give a folder",
+    )
 
     def is_complete(folder: Path) -> bool:  # a config by itself would train random parameters
         return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
     try:
-        folder = Path(snapshot_download(name, local_files_only=True))
-    except LocalEntryNotFoundError:
+        folder = Path(hub.snapshot_download(name, local_files_only=True))
+    except hub.errors.LocalEntryNotFoundError:
         folder = None
     try:
         if folder is None or not is_complete(folder):
-            folder = Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
-    except (HfHubHTTPError, OSError, ValueError) as error:
+            folder = Path(hub.snapshot_download(name, allow_patterns=list(MODEL_FILES)))
+    except (hub.errors.HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SeqloomError(
             f"model.huggingface = {name!r} is no folder here, not whole in the cache of Hugging Face, and cannot be "

@@ -141,8 +141,8 @@ def run_on_processes(
 ) -> Any:
     """Start `ranks` processes on this machine, wait for them, and return the body's result on rank 0.
 
-    When one fails, the others are stopped and its reason is raised; a rank that died without one is told with
-    `way_out`. Processes are forks of a server that has loaded torch, the body's module and `preload` once: loading
+    When one fails, the others are stopped and its reason is raised; where a rank died without a report, `way_out` ends
+    the message. Processes are forks of a server that has loaded torch, the body's module and `preload` once: loading
     takes seconds of a core, forking none; the server has no threads yet and has not touched a GPU.
     """
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from statistics import fmean
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from seqloom.errors import SeqloomError
 from seqloom.view.format import duration, percent
@@ -25,8 +26,6 @@ MS = 1e6
 """Nanoseconds of a millisecond."""
 PROJECT = "seqloom"
 """Project name in trackers."""
-_MEANS = ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")
-"""Metrics whose means are in a summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ class StepRecord:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
-class Metrics:
+class Metrics(AbstractContextManager):
     """Writes the metrics of a run, on rank 0: to the file always, to trackers and the display as configured."""
 
     def __init__(
@@ -85,12 +84,8 @@ class Metrics:
     ) -> None:
         """Open the file after step `done`; trackers and display get every `every`-th step, and the first."""
         self._file = MetricsFile(path, done=done)
-        self._every, self._trackers, self._display, self._first = every, tuple(trackers), display, done + 1
-        self.summary = Summary(self._file.earlier)
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
+        self._path, self._done, self._every = path, done, every
+        self._trackers, self._display = tuple(trackers), display
 
     def __exit__(self, *error: object) -> None:
         """Close."""
@@ -98,9 +93,8 @@ class Metrics:
 
     def step(self, record: StepRecord) -> None:
         """Write one step."""
-        self.summary.add(record)
         self._file.write(record.as_dict())
-        if record.step % self._every == 0 or record.step == self._first:
+        if record.step % self._every == 0 or record.step == self._done + 1:
             for tracker in self._trackers:
                 tracker.write(record.step, _numbers(record.as_dict()))
             if self._display is not None:
@@ -121,6 +115,10 @@ class Metrics:
         if self._display is not None:
             self._display.note(f"step {step}: {text}")
 
+    def summary(self) -> dict[str, Any]:
+        """Return the totals of the run so far, earlier processes included."""
+        return summarize(read_steps(self._path), self._done)
+
     def close(self) -> None:
         """Close the file, the trackers and the display."""
         self._file.close()
@@ -137,9 +135,6 @@ class MetricsFile:
     """The .jsonl of a run: one object per line, each with its `step`.
 
     A line is written at once, so a crash tears at most the last one, and opening the file again cuts that off.
-
-    Attributes:
-        earlier: records of earlier processes that stay.
     """
 
     def __init__(self, path: Path, *, done: int = 0) -> None:
@@ -150,7 +145,7 @@ class MetricsFile:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self.earlier, size = _read_records(path, done)
+        _, size = _read_records(path, done)
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._file.truncate(size)
 
@@ -195,46 +190,26 @@ def _read_records(path: Path, done: int | None) -> tuple[list[dict[str, Any]], i
     return records, size
 
 
-class Summary:
-    """Totals of a run so far. Times are means of the steps of this process, without its first, which warms up."""
+def summarize(records: Sequence[StepRecord], done: int = 0) -> dict[str, Any]:
+    """Return the totals of a run, which `seqloom train --json` prints; None where nothing was measured.
 
-    def __init__(self, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Continue from the records of earlier processes."""
-        steps = [record for record in earlier if "loss" in record]
-        self.steps: int = steps[-1]["step"] if steps else 0
-        self.first_loss: float | None = steps[0]["loss"] if steps else None
-        self.final_loss: float | None = steps[-1]["loss"] if steps else None
-        self._added = 0
-        self._sums: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
+    Times are means of the steps after step `done`, those of this process, without the first, which warms up.
+    """
+    timed = [record for record in records if record.step > done]
+    timed = timed[1:] or timed
 
-    def add(self, record: StepRecord) -> None:
-        """Count one more step."""
-        self.steps, self.final_loss = record.step, record.loss
-        if self.first_loss is None:
-            self.first_loss = record.loss
-        if self._added == 1:
-            self._sums.clear()
-            self._counts.clear()
-        self._added += 1
-        for name in ("tokens", *_MEANS):
-            value = getattr(record, name)
-            if value is not None:
-                self._sums[name] += value
-                self._counts[name] += 1
+    def mean(name: str) -> float | None:
+        values = [value for record in timed if (value := getattr(record, name)) is not None]
+        return fmean(values) if values else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `seqloom train --json` prints; None where nothing was measured."""
-        means = {name: self._sums[name] / count for name, count in self._counts.items()}
-        ms = means.get("measured_ms", 0.0) + means.get("planner_wait_ms", 0.0)
-        metrics = {
-            "steps": self.steps,
-            "first_loss": self.first_loss,
-            "final_loss": self.final_loss,
-            "tokens_per_second": 1e3 * means["tokens"] / ms if ms else None,
-            **{name: means.get(name) for name in _MEANS},
-        }
-        return {name: _finite(value) for name, value in metrics.items()}
+    seconds = sum(record.measured_ms + record.planner_wait_ms for record in timed) / 1e3
+    return {
+        "steps": records[-1].step if records else 0,
+        "first_loss": records[0].loss if records else None,
+        "final_loss": records[-1].loss if records else None,
+        "tokens_per_second": sum(record.tokens for record in timed) / seconds if seconds else None,
+        **{name: mean(name) for name in ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")},
+    }
 
 
 def _finite(value: Any) -> Any:

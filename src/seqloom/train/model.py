@@ -120,13 +120,13 @@ def shard_parameters(
     return parameters
 
 
-def gather_state_dict(module: nn.Module, parameters: Parameters, *, keep: bool) -> dict[str, torch.Tensor]:
+def gather_state_dict(module: nn.Module, parameters: Parameters, *, root: bool) -> dict[str, torch.Tensor]:
     """Return all parameters and buffers by name, unsharded, on the CPU; tied ones once, by the first name.
 
-    All ranks take part, one tensor after the other; those without `keep` get nothing.
+    All ranks take part, one tensor after the other; only the `root` gets them.
     """
-    state = {name: full.cpu() for name, full in parameters.full_parameters() if keep}
-    if not keep:
+    state = {name: full.cpu() for name, full in parameters.full_parameters() if root}
+    if not root:
         return state
     saved = module.state_dict(keep_vars=True)
     return state | {name: buffer.detach().cpu() for name, buffer in module.named_buffers() if name in saved}

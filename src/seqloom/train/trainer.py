@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ WARM_UP_REPORTS = 4
 """How often progress is noted for every Ulysses degree."""
 
 
-class Trainer:
+class Trainer(AbstractContextManager):
     """One rank of a run, used in a `with`; `start_step` is the step of the checkpoint that it resumes from, or 0."""
 
     def __init__(
@@ -91,10 +91,6 @@ class Trainer:
             write_strategies(config, setup.planners.strategies)
         self.plans = PlanBroadcast(transport, self._start_planner(), self.device)
 
-    def __enter__(self) -> Trainer:
-        """Return itself."""
-        return self
-
     def __exit__(self, *error: Any) -> None:
         """Close everything that was opened, without waiting for anything after an error."""
         self._closing.__exit__(*error)
@@ -106,6 +102,7 @@ class Trainer:
             strategies = strategy_notes(self.config, self.setup.planners.strategies, self._resumed_strategies)
             for text in (*notes, *strategies):
                 metrics.note(self.start_step, text)
+        evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
         before = "none before it"
         for step, batch in self._planned_batches():
             self._enter_phase(f"step {step}, waiting for its plan ({before})")
@@ -121,13 +118,13 @@ class Trainer:
                 if step_plan.fallback_reason:
                     metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
             self.checkpoints.poll()
-            if self._is_due(self.config.evaluation.every, step):
+            if evaluate_every and step % evaluate_every == 0:
                 self.evaluate(step, metrics)
-            if self._is_due(self.config.checkpoint.every, step) or step == self.setup.steps:
+            if (save_every and step % save_every == 0) or step == self.setup.steps:
                 self.save_checkpoint(step)
         self._enter_phase("the end of the run", limited=False)
         self.save_model()
-        return {} if metrics is None else metrics.summary.as_dict()
+        return {} if metrics is None else metrics.summary()
 
     def _planned_batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield number and batch of the coming steps; rank 0 submits those `plan.ahead` steps later for planning."""
@@ -152,7 +149,7 @@ class Trainer:
         rows = partial(rank_rows, self.setup.source, batch=batch)
         result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
         rate = self.update(step_plan.step, result)
-        seconds = max_over_ranks(time.perf_counter() - start, self.transport, self.device)
+        seconds = float(gather_scalars(time.perf_counter() - start, self.transport, self.device).max())
         return self._record(step_plan, batch, result, rate, seconds)
 
     def bind(self, plan: Plan) -> RankPlan:
@@ -253,7 +250,7 @@ class Trainer:
     def save_model(self) -> None:
         """Write the trained model; also when no step was left to do, since a crash may have come before this."""
         root = self.transport.rank == 0
-        state = gather_state_dict(self.adapter.module, self.parameters, keep=root)
+        state = gather_state_dict(self.adapter.module, self.parameters, root=root)
         if root:
             self._model_family.save(self.config, self.adapter.module, state)
 
@@ -281,10 +278,6 @@ class Trainer:
         if self._watchdog is not None:
             self._watchdog.enter_phase(phase, limited=limited, details=details)
 
-    @staticmethod
-    def _is_due(every: int, step: int) -> bool:
-        return bool(every) and step % every == 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanBroadcast:
@@ -310,16 +303,22 @@ class PlanBroadcast:
         Raises:
             SeqloomError: on every rank, when the ranks do not hold the same plan, or not one for these lengths.
         """
-        payload = None if self.ahead is None else _encode_step_plan(self.ahead, step, lengths)
-        step_plan = _decode_step_plan(broadcast_bytes(self.transport, payload, root=0, device=self.device))
+        content = self._broadcast(None if self.ahead is None else _take_plan(self.ahead, step, lengths))
+        if "error" in content:
+            raise SeqloomError(f"step {content['step']} cannot be planned: {content['error']}")
+        step_plan = StepPlan(**content | {"plan": Plan.from_json(content["plan"])})
         self._check_all_ranks(step, lengths, step_plan)
         return step_plan
 
     def broadcast(self, plans: Sequence[Plan] | None) -> list[Plan]:
         """Return the plans of rank 0 on all ranks, which all call it; others than rank 0 give None."""
-        payload = None if plans is None else json.dumps([plan.to_json() for plan in plans]).encode()
-        texts = json.loads(broadcast_bytes(self.transport, payload, root=0, device=self.device))
+        texts = self._broadcast(None if plans is None else [plan.to_json() for plan in plans])
         return [Plan.from_json(text) for text in texts]
+
+    def _broadcast(self, content: Any) -> Any:
+        """Return what rank 0 gives, which JSON can hold; others give None."""
+        payload = None if content is None else json.dumps(content).encode()
+        return json.loads(broadcast_bytes(self.transport, payload, root=0, device=self.device))
 
     def _check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
         """Compare step, lengths and plan hash over all ranks, before any rank acts on them."""
@@ -342,22 +341,14 @@ class PlanBroadcast:
                 )
 
 
-def _encode_step_plan(ahead: PlanAhead, step: int, lengths: Sequence[int] | np.ndarray) -> bytes:
-    """Encode the plan of a step, or why there is none: then all ranks refuse together and none waits."""
+def _take_plan(ahead: PlanAhead, step: int, lengths: Sequence[int] | np.ndarray) -> dict[str, Any]:
+    """Take the plan of a step, or why there is none: then all ranks refuse together and none waits."""
     try:
         step_plan = ahead.take(step, lengths)
     except SeqloomError as error:
-        return json.dumps({"step": step, "error": str(error)}).encode()
-    content = {field.name: getattr(step_plan, field.name) for field in fields(step_plan) if field.name != "plan"}
-    return (json.dumps(content) + "\n" + step_plan.plan.to_json()).encode()
-
-
-def _decode_step_plan(payload: bytes) -> StepPlan:
-    head, _, plan = payload.decode().partition("\n")
-    content = json.loads(head)
-    if "error" in content:
-        raise SeqloomError(f"step {content['step']} cannot be planned: {content['error']}")
-    return StepPlan(plan=Plan.from_json(plan), **content)
+        return {"step": step, "error": str(error)}
+    content = {field.name: getattr(step_plan, field.name) for field in fields(step_plan)}
+    return content | {"plan": step_plan.plan.to_json()}
 
 
 def build_attention_kernels(
@@ -400,9 +391,9 @@ def run_dummy_step(rank_plan: RankPlan, parameters: Parameters) -> None:
     parameters.zero_grad()
 
 
-def max_over_ranks(value: float, transport: Transport, device: torch.device) -> float:
-    """Return the largest value of all ranks, which wait for each other here."""
-    return float(_gather(torch.tensor([value], dtype=torch.float64, device=device), transport).max())
+def gather_scalars(value: float, transport: Transport, device: torch.device) -> torch.Tensor:
+    """Return the values of all ranks, which wait for each other here; float64[ranks]."""
+    return _gather(torch.tensor([value], dtype=torch.float64, device=device), transport)[:, 0]
 
 
 def _gather(mine: torch.Tensor, transport: Transport) -> torch.Tensor:

@@ -245,7 +245,7 @@ class ScheduleChart:
     def _marks(self, width: int) -> str:
         """Draw one letter per time slice: the kind of action that takes most of it."""
         rows, timing = self.schedule.rows, self.timing
-        margin = len(f"host {len(rows) - 1}")
+        margin = len(f"pp_rank {len(rows) - 1}")
         columns = max(10, width - margin - 4)
         size = timing.makespan / columns
         lines = []
@@ -256,5 +256,5 @@ class ScheduleChart:
                     time = min(stop, (c + 1) * size) - max(start, c * size)
                     spent[c][action.kind.value] = spent[c].get(action.kind.value, 0.0) + time
             marks = [max(time, key=time.__getitem__) if sum(time.values()) >= size / 2 else IDLE for time in spent]
-            lines.append(f"{f'host {h}':<{margin}} | {''.join(marks)}")
+            lines.append(f"{f'pp_rank {h}':<{margin}} | {''.join(marks)}")
         return "\n".join(lines)

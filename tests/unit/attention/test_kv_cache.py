@@ -1,4 +1,4 @@
-"""What is carried from piece to piece: how much memory, in which dtype, for how long; and what is refused."""
+"""KV cache of documents in pieces: how much memory, in which dtype, for how long; and what is refused."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 from support.attention_cases import Case, assemble, worst
-from support.carry_cases import PiecesCase, attend_pieces
+from support.kv_cache_cases import PiecesCase, attend_pieces
 from support.transports import CountingTransport
 
 torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def test_keys_and_values_of_pieces_are_held_once(shape):
 
 
 def test_the_prefix_is_read_where_it_lies():
-    """Kernels get views of the carry's buffer: no copy of the prefix is made for a piece."""
+    """Kernels get views of the cache: no copy of the prefix is made for a piece."""
     seen = []
 
     class Watching(Reference):
@@ -195,7 +195,7 @@ def test_a_layer_must_be_named():
     )
 
 
-def test_a_carry_must_be_given():
+def test_a_kv_cache_must_be_given():
     work = StageMicroBatch((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
     with pytest.raises(SeqloomError, match=r"document 0 is in pieces.*None.*kv_cache=one KVCache\(\)"):
         forward(bind(work, SingleRankTransport(), pieces={0: PIECES}))
@@ -246,7 +246,7 @@ def test_pieces_out_of_turn():
     kv_cache.check_empty()
 
 
-def test_a_carry_of_evaluation_has_no_backward():
+def test_a_kv_cache_of_evaluation_has_no_backward():
     kv_cache = KVCache(backward=False)
     outs = [forward(bound(at=n, kv_cache=kv_cache)) for n in range(3)]
     with pytest.raises(SeqloomError, match=r"no keys of document 0 for the backward of piece 2.*backward=False"):

@@ -11,8 +11,8 @@ import torch
 from seqloom.dist.threads import run_ranks
 from seqloom.layout import Span
 from seqloom.plan import Group
-from seqloom.testing.oracle import difference
 from support.attention_cases import Case, Inputs, assemble, attend, worst
+from support.oracle import difference
 
 torch.set_num_threads(1)
 

@@ -6,8 +6,8 @@ import torch
 from seqloom.attention import packed_attention
 from seqloom.dist import P2PTensor, SingleRankTransport, bind_single_rank
 from seqloom.errors import SeqloomError
-from seqloom.testing.oracle import difference
 from support.attention_cases import Case
+from support.oracle import difference
 
 torch.set_num_threads(1)
 

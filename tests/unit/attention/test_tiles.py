@@ -8,7 +8,7 @@ from seqloom.attention.tiles import ZigzagChunks, gather_schedule, ring_tiles
 from seqloom.cost import GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
-from seqloom.testing.oracle import visible
+from support.oracle import visible
 
 PACKS = [(1,), (2, 1), (9,), (40,), (3, 17, 1, 8), (1,) * 12, (64, 33)]
 MASKS = [(True, None), (False, None), (True, 1), (True, 2), (True, 7), (True, 30), (True, 1000)]

@@ -6,19 +6,19 @@ from seqloom.plan import Plan
 
 
 @pytest.fixture
-def without_solver(monkeypatch):
-    """No highspy: the published solver is left out, which also keeps this test short."""
+def without_extras(monkeypatch):
+    """No highspy and no torch: the published solver and training are left out, which also keeps a test short."""
     monkeypatch.setattr("seqloom.cli.doctor.probe", lambda package: Package(None, "not installed"))
 
 
-def test_it_writes_the_plan_and_says_what_next(run, folder, without_solver):
-    result = run("demo --no-train")
+def test_it_writes_the_plan_and_says_what_next(run, folder, without_extras):
+    result = run("demo")
     assert result.code == 0, result.err
     plan = Plan.load(folder / "seqloom-demo-plan.json")
     assert len(plan.documents) == 512
     assert plan.limits.ranks == 64
     assert "flexsp is left out" in result.out
-    assert "seqloom[exact]" in result.out
+    assert "seqloom[exact]" in result.out and "seqloom[train]" in result.out
     assert "flexsp-a100" in result.out
     assert "not measurements" in result.out
     [command] = [line.strip() for line in result.out.splitlines() if line.startswith("  seqloom simulate")]
@@ -26,7 +26,7 @@ def test_it_writes_the_plan_and_says_what_next(run, folder, without_solver):
     assert simulated["plan_hash"] == plan.hash
 
 
-def test_json_compares_the_planners(run, folder, without_solver):
+def test_json_compares_the_planners(run, folder, without_extras):
     report = run("demo --no-train --json --seed 5 --out other.txt").json
     planners = report["planners"]
     assert list(planners) == ["static", "adaptive", "flex", "auto"]
@@ -51,9 +51,3 @@ def test_the_published_solver_takes_part(run):
     planners = run("demo --no-train --json").json["planners"]
     assert list(planners) == list(demo.PLANNERS)
     assert planners["auto"]["step_ms"] <= planners["flexsp"]["step_ms"]
-
-
-def test_without_torch_it_says_how_to_train(run, folder, without_solver):
-    result = run("demo")
-    assert result.code == 0, result.err
-    assert "seqloom[train]" in result.out

@@ -7,8 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from seqloom.attention.kernels.dispatch import KernelTable, KernelTimes, Measurement, TimePoint  # noqa: E402
-from seqloom.cli import profile  # noqa: E402
-from seqloom.cli.profile import fastest, make_effort  # noqa: E402
+from seqloom.cli.profile import fastest, timing_settings, winner_ranges  # noqa: E402
 
 torch.set_num_threads(1)
 SMALL = "profile --device cpu --heads 2 --kv-heads 1 --dim 8 --quick --max-length 100"
@@ -86,12 +85,12 @@ def test_without_torch_the_extra_is_named(refused, monkeypatch):
 
 
 def test_lengths_are_octaves_and_the_longest():
-    assert make_effort(1024, False, "cpu").lengths == (64, 128, 256, 512, 1024)
-    assert make_effort(1000, False, "cpu").lengths == (64, 128, 256, 512, 1000)
-    assert make_effort(1024, True, "cpu").lengths == (64, 256, 1024)
-    assert make_effort(5, False, "cuda").lengths == (5,)
-    assert make_effort(None, False, "cuda").lengths[-1] == 131_072
-    assert make_effort(None, False, "cpu").tokens == 1_024
+    assert timing_settings(1024, False, "cpu").lengths == (64, 128, 256, 512, 1024)
+    assert timing_settings(1000, False, "cpu").lengths == (64, 128, 256, 512, 1000)
+    assert timing_settings(1024, True, "cpu").lengths == (64, 256, 1024)
+    assert timing_settings(5, False, "cuda").lengths == (5,)
+    assert timing_settings(None, False, "cuda").lengths[-1] == 131_072
+    assert timing_settings(None, False, "cpu").tokens == 1_024
 
 
 def test_the_fastest_counts_forward_and_backward():
@@ -100,4 +99,4 @@ def test_the_fastest_counts_forward_and_backward():
     measurement = Measurement("here", "2.13", 1, 1, 8, "float32", (one, two))
     assert fastest(measurement, "causal") == [(1, "two"), (2, "one")]
     assert fastest(measurement, "full") == [(1, "two")]
-    assert profile._winner_ranges(fastest(measurement, "causal")) == ["two up to 1", "one up to 2"]
+    assert winner_ranges(fastest(measurement, "causal")) == ["two up to 1", "one up to 2"]

@@ -35,8 +35,8 @@ def test_text_shows_the_grid_and_the_figures(run):
     text = run("schedule 1f1b --stages 2 --micro-batches 3").out
     assert text.splitlines() == [
         "1f1b: 2 pipeline ranks, 1 stage each, 3 micro-batches, 1 piece each",
-        "host 0 | 0F0 0F1  .   .  0B0  -  0F2 0B1  -   .  0B2  -",
-        "host 1 |  .  1F0 1B0  -  1F1 1B1  -  1F2 1B2  -   .   .",
+        "pp_rank 0 | 0F0 0F1  .   .  0B0  -  0F2 0B1  -   .  0B2  -",
+        "pp_rank 1 |  .  1F0 1B0  -  1F1 1B1  -  1F2 1B2  -   .   .",
         "F forward  B backward  . idle",
         "bubble 25.0 %, makespan 12",
         "peak memory per pipeline rank, in micro-batches: 2 1",
@@ -46,14 +46,14 @@ def test_text_shows_the_grid_and_the_figures(run):
 def test_what_does_not_fit_in_a_few_blocks_is_drawn_with_marks(run):
     text = run("schedule zb-h2 --stages 4 --micro-batches 64").out
     lines = text.splitlines()
-    assert [line[:8] for line in lines[1:5]] == [f"host {h} |" for h in range(4)]
-    assert set(lines[1][8:]) <= set(" FIW.")
+    assert [line[:11] for line in lines[1:5]] == [f"pp_rank {h} |" for h in range(4)]
+    assert set(lines[1][11:]) <= set(" FIW.")
     assert "from the first start to the last stop" in " ".join(text.split())
 
 
 def test_a_file_gives_what_the_name_gave(run, folder):
     named = run(f"schedule seq1f1b-zb {SMALL} --pieces 2 --csv s.csv --picture s.svg --json").json
-    assert "host 0" in (folder / "s.svg").read_text().replace("&#160;", " ")
+    assert "pp_rank 0" in (folder / "s.svg").read_text().replace("&#160;", " ")
     read = run("schedule --file s.csv --pieces 2 --stages 4 --micro-batches 8 --chunks 1 --json").json
     assert read == named | {"schedule": "s.csv"}
     assert run("schedule mine --file s.csv --pieces 2 --json").json == named | {"schedule": "mine"}
@@ -101,7 +101,7 @@ def test_a_broken_file_is_refused_with_its_step_marked(run, folder, kind):
     assert result.code == 2 and result.out == ""
     first, *lines = result.err.splitlines()
     assert first.startswith("seqloom: ") and words in first
-    assert [line[:8] for line in lines] == ["host 0 |", "host 1 |"]
+    assert [line[:11] for line in lines] == ["pp_rank 0 |", "pp_rank 1 |"]
     assert sum(marked in line for line in lines) == 1
 
 

@@ -146,7 +146,7 @@ def test_a_difference_is_exit_code_1(settings, monkeypatch):
     ("words", "message"),
     [
         (("--dtype", "float16"), "unknown dtype 'float16'"),
-        (("--planners", ","), "0 planners"),
+        (("--planners", ","), "no planner in"),
         (("--batches", "0"), "0 batches"),
         (("--planners", "flix"), "did you mean"),
         (("--set", "plan.cluster=1x2xCPU"), "has 2 ranks, the run has 4"),

@@ -1,4 +1,4 @@
-"""Calibration: which constants are fitted, which stay, and that the fit is the best there is."""
+"""Calibration: which constants are fitted, which stay, and that the fit is the best; curves from kernel times."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Profile
-from seqloom.cost.calibrate import Trial, calibrate, non_negative_least_squares, scale_constants
+from seqloom.cost.calibrate import Trial, calibrate, fit_curve, non_negative_least_squares, scale_constants
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
@@ -76,7 +76,7 @@ def test_published_constants_cannot_be_calibrated():
         calibrate(cost, [], {})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_non_negative_least_squares_is_optimal(seed):
     """Karush, Kuhn and Tucker: no slope where a coefficient is above 0, none that would help where it is 0."""
     rng = np.random.default_rng(seed)
@@ -86,3 +86,26 @@ def test_non_negative_least_squares_is_optimal(seed):
     assert found.min() >= 0
     assert np.abs(slope[found > 0]).max(initial=0) < 1e-8
     assert slope.max() < 1e-8
+
+
+def test_curve_from_times():
+    curve = fit_curve([1024, 2048, 4096], [100, 90, 400], [250, 500, 1000], heads=32, head_dim=128)
+    assert curve.forward[0] == pytest.approx(2 * 1024**2 * 4096 / 100 / 1e6)
+    assert curve.forward[1] == pytest.approx(3 * curve.forward[0])  # the faster time was noise: 4/3 of the shorter's
+    assert curve.backward[0] == pytest.approx(curve.forward[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_curve_from_noise_is_legal(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    times = [rng.uniform(1, 100, size=5).tolist() for _ in range(2)]
+    curve = fit_curve([16, 64, 100, 1024, 4096], *times, heads=4, head_dim=32)
+    profile = replace(Profile.load("cpu"), attention=curve, tile=curve)
+    profile.save(tmp_path / "noise.json")
+    assert Profile.load(tmp_path / "noise.json").attention == curve
+
+
+@pytest.mark.parametrize(("lengths", "times"), [([2, 1], [1.0, 1.0]), ([1, 2], [0.0, 1.0]), ([1, 2], [1.0])])
+def test_times_that_make_no_curve(lengths, times):
+    with pytest.raises(SeqloomError, match="a curve needs"):
+        fit_curve(lengths, times, times, heads=1, head_dim=1)

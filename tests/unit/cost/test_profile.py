@@ -35,7 +35,7 @@ def test_path_and_name_are_the_same(tmp_path):
         ({"matmul_tflops": "fast"}, "finite number"),
         ({"matmul_tflops": float("nan")}, "finite number"),
         ({"kind": "guess"}, "additive, analytic"),
-        ({"intra": {}}, "missing all_to_all"),
+        ({"intra": {}}, "lacks the key 'all_to_all'"),
         ({"intra": 3}, "JSON object"),
         ({"head_chunk": 1.5}, "whole number"),
         ({"overlap": 1.5}, "from 0 to 1"),

@@ -39,7 +39,7 @@ def test_every_type_and_every_document(tmp_path, dtype, gap):
     source = MegatronSource(write(tmp_path / "data_text_document", DOCUMENTS, dtype, gap=gap), vocabulary=15)
     assert source.lengths.tolist() == [3, 7, 3, 1]
     assert source.valid.tolist() == [2, 6, 2, 0]
-    assert (source.empty, source.vocabulary, len(source)) == (2, 15, 4)
+    assert (source.vocabulary, len(source)) == (15, 4)
     for number, ids in enumerate(FLAT):
         for start in range(len(ids) + 1):
             for stop in range(start, len(ids) + 1):
@@ -47,22 +47,10 @@ def test_every_type_and_every_document(tmp_path, dtype, gap):
                 assert source.labels(number, start, stop).tolist() == [*ids[1:], IGNORE_INDEX][start:stop]
 
 
-def test_a_document_may_be_a_sequence(tmp_path):
-    source = MegatronSource(write(tmp_path / "data", DOCUMENTS), vocabulary=15, unit="sequence")
-    assert [source.tokens(k, 0, int(n)).tolist() for k, n in enumerate(source.lengths)] == [
-        [1, 2, 3],
-        [4, 5],
-        [6],
-        [7, 8, 9, 10],
-        [11],
-        [12, 13],
-        [14],
-    ]
-    assert source.empty == 2
+def test_a_pickle_is_the_path(tmp_path):
+    source = MegatronSource(write(tmp_path / "data", DOCUMENTS), vocabulary=15)
     again = pickle.loads(pickle.dumps(source))
     assert again.lengths.tolist() == source.lengths.tolist()
-    with pytest.raises(SeqloomError, match="unknown unit"):
-        MegatronSource(tmp_path / "data", vocabulary=15, unit="page")
 
 
 def test_every_uint16_is_an_id(tmp_path):

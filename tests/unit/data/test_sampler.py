@@ -21,6 +21,10 @@ def sampler(**options):
     return Sampler(LENGTHS, VALID, **({"seed": 1, "documents": 3} | options))
 
 
+def columns(batch):
+    return batch.documents.tolist(), batch.lengths.tolist(), batch.valid.tolist()
+
+
 def epoch_of(found):
     """All batches of the epoch that begins now."""
     batches, number = [], found.epoch
@@ -76,7 +80,7 @@ def test_batches_that_are_given_come_as_they_are_and_go_on_from_a_state():
     assert found.next_batch().documents.tolist() == [1, 2, 5, 4]
     again = sampler(**given)
     again.load_state_dict(found.state_dict())
-    assert again.next_batch() == found.next_batch()
+    assert columns(again.next_batch()) == columns(found.next_batch())
     others = {0: (STEPS[0][0], np.array([0, 3, 7])), 1: STEPS[1]}
     for other in (sampler(), sampler(documents=None, packed=lambda epoch: others[epoch])):
         with pytest.raises(SeqloomError, match="of other batches"):
@@ -89,7 +93,7 @@ def test_peeking_does_not_move():
     found = sampler()
     ahead = found.peek(8)
     assert (found.epoch, found.position) == (0, 0)
-    assert [found.next_batch() for _ in range(8)] == ahead
+    assert [columns(found.next_batch()) for _ in range(8)] == [columns(batch) for batch in ahead]
 
 
 def test_a_state_is_plain_and_resumes_with_another_batch_size():
@@ -145,12 +149,9 @@ def test_bad_documents(lengths, valid):
         Sampler(lengths, valid, documents=1)
 
 
-def test_batches_are_values():
-    one, other = (Batch(np.array([1, 2]), np.array([3, last]), np.array([2, 2])) for last in (3, 4))
-    assert one != other
-    assert one != "batch"
-    assert len({one, Batch(one.documents, one.lengths, one.valid)}) == 1
-    assert repr(one) == "Batch(2 documents, 6 tokens, 4 valid)"
+def test_a_batch_shows_its_totals():
+    batch = Batch(np.array([1, 2]), np.array([3, 3]), np.array([2, 2]))
+    assert repr(batch) == "Batch(2 documents, 6 tokens, 4 valid)"
 
 
 class Place:

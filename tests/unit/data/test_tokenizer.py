@@ -18,18 +18,18 @@ def test_a_file_keeps_its_own_template(tokenizer_file, texts):
     tokenizer = load_tokenizer(tokenizer_file)
     assert (tokenizer.begin, tokenizer.end) == ((0,), ())
     assert tokenizer.vocabulary > 258
-    assert [decode(tokenizer, ids) for ids in tokenizer.encode(texts)] == texts
-    assert tokenizer.metadata()["kind"] == "tokenizers"
+    assert [decode(tokenizer_file, ids) for ids in tokenizer.encode(texts)] == texts
+    assert tokenizer.metadata["kind"] == "tokenizers"
 
 
 def test_a_folder_adds_its_end_of_sequence(tokenizer_folder, tokenizer_file, texts):
     tokenizer, plain = load_tokenizer(tokenizer_folder), load_tokenizer(tokenizer_file)
     assert (tokenizer.begin, tokenizer.end) == ((0,), (1,))
     assert tokenizer.vocabulary == plain.vocabulary
-    assert [decode(tokenizer, ids) for ids in tokenizer.encode(texts)] == texts
+    assert [decode(tokenizer_folder, ids) for ids in tokenizer.encode(texts)] == texts
     for ours, theirs in zip(tokenizer.encode(texts), plain.encode(texts), strict=True):
         assert ours.tolist() == theirs.tolist()
-    described = tokenizer.metadata()
+    described = tokenizer.metadata
     assert (described["kind"], described["name"], len(described["sha256"])) == ("transformers", "little", 64)
 
 

@@ -38,18 +38,18 @@ def test_spelling():
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node, cluster.ranks) == ("8x8xH100", 8, 8, 64)
     assert cluster.device.name == "H100" and cluster.intra.gb_s == 450
     assert cluster.nics_per_node == 8 and cluster.nic_of_gpu == tuple(range(8))
-    assert cluster.node_gb_s == 400 and cluster.gpus_per_nic == 1
-    assert (cluster.node_of(0), cluster.node_of(63), cluster.nic_of(13)) == (0, 7, 5)
+    assert cluster.nic.gb_s * cluster.nics_per_node == 400 and cluster.gpus_per_nic == 1
+    assert cluster.nic_of(13) == 5
     assert Cluster.parse("8xH100") == Cluster.parse("1x8xh100") == Cluster.parse(" 8xh100 ")
     assert Cluster.parse("8xH100").name == Cluster.parse("8xH100").spelling == "8xH100"
     with pytest.raises(SeqloomError, match="rank 64 is not in cluster 8x8xH100; ranks are 0 to 63"):
-        cluster.node_of(64)
+        cluster.nic_of(64)
 
 
 def test_papers():
     flexsp = Cluster.parse("8x8xA100-40G")
     assert flexsp.device.memory_gib == 40
-    assert flexsp.node_gb_s == 50  # 400 Gb/s
+    assert flexsp.nic.gb_s * flexsp.nics_per_node == 50  # 400 Gb/s
     assert flexsp.nic_of_gpu == (0, 0, 0, 0, 1, 1, 1, 1) and flexsp.gpus_per_nic == 4
     zeppelin = Cluster.parse("zeppelin-a800")
     assert zeppelin.nics_per_node == 4 and zeppelin.intra.gb_s == 200

@@ -78,7 +78,6 @@ def test_statistics():
     assert statistics.mean == 2 and statistics.median == 1 and statistics.longest == 101
     assert statistics.cv == pytest.approx(np.sqrt(99) / 2)
     assert statistics.top1_square_share == pytest.approx(101**2 / (101**2 + 99))
-    assert statistics.longest_to_mean == pytest.approx(50.5)
 
 
 def test_drop_longer_counts_what_it_drops():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from seqloom.engine import microbatch
-from seqloom.engine.microbatch import MicrobatchState, Offload
+from seqloom.engine import executor
+from seqloom.engine.executor import MicrobatchState, Offload
 
 torch.manual_seed(0)
 LAYER = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
@@ -18,7 +18,7 @@ SEED = torch.randn(5, 6, dtype=torch.float64)
 
 @pytest.fixture(autouse=True)
 def _everything_is_worth_a_copy(monkeypatch):
-    monkeypatch.setattr(microbatch, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(executor, "MIN_ELEMENTS", 1)
 
 
 def gradients(state):
@@ -78,7 +78,7 @@ def test_what_is_saved_goes_and_comes_back_once_and_parameters_stay(monkeypatch)
 
 
 def test_small_tensors_are_not_worth_it(monkeypatch):
-    monkeypatch.setattr(microbatch, "MIN_ELEMENTS", 10**6)
+    monkeypatch.setattr(executor, "MIN_ELEMENTS", 10**6)
     offload = Offload(())
     with offload.saving():
         LAYER(INPUTS).sum()

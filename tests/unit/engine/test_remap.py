@@ -71,18 +71,17 @@ def test_what_travels_is_the_move_four_times_a_layer(remap):
 
 
 @pytest.mark.parametrize(
-    ("remap", "checkpoint", "options", "more", "again"),
+    ("remap", "checkpoint", "more", "again"),
     [
-        (Remap.ATTENTION, Checkpoint.SELECTIVE, {}, 1, 0),  # q, k and v; the output is kept
-        (Remap.ATTENTION, Checkpoint.SELECTIVE, {"keep_exchanged": True}, 0, 0),
-        (Remap.ATTENTION, Checkpoint.FULL, {}, 2, 1),
-        (Remap.MLP, Checkpoint.SELECTIVE, {}, 1, 0),  # what goes in; nobody reads what comes out again
-        (Remap.MLP, Checkpoint.FULL, {}, 1, 1),
+        (Remap.ATTENTION, Checkpoint.SELECTIVE, 1, 0),  # q, k and v; the output is kept
+        (Remap.ATTENTION, Checkpoint.FULL, 2, 1),
+        (Remap.MLP, Checkpoint.SELECTIVE, 1, 0),  # what goes in; nobody reads what comes out again
+        (Remap.MLP, Checkpoint.FULL, 1, 1),
     ],
 )
-def test_what_recomputation_sends_again(remap, checkpoint, options, more, again):
+def test_what_recomputation_sends_again(remap, checkpoint, more, again):
     """`more` exchanges of a layer, and the ring's forward `again` or not."""
-    first, found = traffic(planned(remap)), traffic(planned(remap, checkpoint), **options)
+    first, found = traffic(planned(remap)), traffic(planned(remap, checkpoint))
     for rank, (before, after) in enumerate(zip(first, found, strict=True)):
         assert after[0] == before[0] + more * SPEC.layers
         assert after[2] == before[2] + again * SPEC.layers * (rank < 2), "a ring of two passes keys and values once"

@@ -61,6 +61,7 @@ def test_gradients_are_those_of_plain_transformers_and_fresh_lengths_compile_not
     assert not counters["graph_break"] and list(model.state_dict()) == list(plain.state_dict())
 
 
+@pytest.mark.slow  # test_transformers.py refuses it without a compiler
 def test_a_window_that_a_layer_keeps_to_itself_is_refused():
     keys = {**SIZES, "sliding_window": 3, "num_local_experts": 2, "router_aux_loss_coef": 0.0, "lm_head_bias": False}
     quiet = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}

@@ -10,7 +10,7 @@ from torch import nn
 from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
-from seqloom.integrations.transformers.attach import remap_layers
+from seqloom.integrations.transformers.layers import remap_layers
 from seqloom.layout import Layout, Span
 from seqloom.models.adapter import ModelWithLoss
 from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch

@@ -99,8 +99,8 @@ def test_logits_of_all_tokens_never_exist(monkeypatch):
     from seqloom.models import loss as module
 
     seen = []
-    whole = module._one_chunk
-    monkeypatch.setattr(module, "_one_chunk", lambda rows, *rest: (seen.append(len(rows)), whole(rows, *rest))[1])
+    losses = module.plain_losses
+    monkeypatch.setattr(module, "plain_losses", lambda rows, *rest: (seen.append(len(rows)), losses(rows, *rest))[1])
     summed_loss(*inputs(), chunk=10)
     assert seen == [10, 10, 10, 7]
 
@@ -138,21 +138,21 @@ def test_the_fused_loss_in_the_interpreter():
 
 def test_gradients_of_the_head_wait_together_for_the_next_backward():
     """Three calls, two of them open when the first goes backward: one tensor waits, and the sums are the same."""
-    together, exact = HeadGradients(), []
+    head_gradients, exact = HeadGradients(), []
     _, weight, _ = inputs()
     shared = weight.detach().clone().requires_grad_()
     losses = []
     for tokens in (20, 37, 5):
         hidden, _, labels = inputs(tokens=tokens)
         exact.append(plain(hidden, weight, labels))
-        losses.append(summed_loss(hidden, shared, labels, chunk=7, together=together))
+        losses.append(summed_loss(hidden, shared, labels, chunk=7, head_gradients=head_gradients))
         saved = [each for each in losses[-1].grad_fn.saved_tensors if each is not None]
         assert [each.shape for each in saved] == [hidden.shape], "nothing as large as the head"
     for loss in reversed(losses):
         (loss / 11).backward()
-        assert together.take() is None
+        assert head_gradients.take() is None
     (sum(exact) / 11).backward()
     assert relative(shared.grad, weight.grad) < 1e-13
-    summed_loss(hidden, shared, labels, together=together)
-    together.clear()
-    assert together.take() is None
+    summed_loss(hidden, shared, labels, head_gradients=head_gradients)
+    head_gradients.clear()
+    assert head_gradients.take() is None

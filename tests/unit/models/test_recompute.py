@@ -29,20 +29,20 @@ SPANS = (Span(0, 0, 40), Span(1, 0, 9), Span(2, 0, 3))
 VERBS = ("all_to_all", "exchange", "all_gather", "all_reduce")
 
 
-def counts(checkpoint, ulysses, ring, method="ring", **options):
+def counts(checkpoint, ulysses, ring, method="ring"):
     """Calls of every verb on rank 0 in a forward and backward, and bytes of all of them."""
     group = Group(tuple(range(ulysses * ring)), ulysses, ring, SPANS, Method(method))
-    return counts_of([group], checkpoint, **options)[0]
+    return counts_of([group], checkpoint)[0]
 
 
-def counts_of(groups, checkpoint, node_size=4, sharding=Sharding.NONE, **options):
+def counts_of(groups, checkpoint, node_size=4, sharding=Sharding.NONE):
     """The same of every rank, for any groups."""
     plan = one_stage_plan([groups], ranks=4, node_size=node_size, checkpoint=checkpoint, sharding=sharding)
 
     def body(transport):
         counting = CountingTransport(transport)
         adapter = ModelAdapter.of(STEP.model())
-        recompute_layers(adapter.layers, **options)
+        recompute_layers(adapter.layers)
         context = bind_plan(plan, counting).rounds[0].context
         if context is None:
             return None
@@ -70,11 +70,12 @@ def test_selective_repeats_nothing_of_several_groups_and_of_relays(monkeypatch, 
     found, forwards = [], []
     for kind in kinds:
         kernel.calls.clear()
-        found.append(counts_of(overlapping(method), kind, 2, Sharding.FULL, keep_exchanged=True))
+        found.append(counts_of(overlapping(method), kind, 2, Sharding.FULL))
         forwards.append(kernel.calls["forward"])
-    assert found[0] == found[1] and forwards[0] == forwards[1] and forwards[2] == 2 * forwards[0]
+    assert forwards[0] == forwards[1] and forwards[2] == 2 * forwards[0]
     for rank in range(4):  # those that only pass on repeat it if the others do
-        assert found[2][rank][0]["exchange"] > found[0][rank][0]["exchange"] > 0
+        plain, selective, full = (of_kind[rank][0]["exchange"] for of_kind in found)
+        assert full > selective == plain > 0
 
 
 @pytest.mark.parametrize("method", ["ring", "gather"])
@@ -86,12 +87,11 @@ def test_selective_sends_no_key_or_value_twice(method):
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(4, 1), (2, 2)])
-def test_selective_repeats_one_exchange_of_heads_or_none(ulysses, ring):
+def test_selective_repeats_one_exchange_of_heads(ulysses, ring):
     nothing, full = (counts(kind, ulysses, ring) for kind in (Checkpoint.NONE, Checkpoint.FULL))
     assert nothing[0]["all_to_all"] == 4 * LAYERS and full[0]["all_to_all"] == 6 * LAYERS
     selective = counts(Checkpoint.SELECTIVE, ulysses, ring)
     assert selective[0] == nothing[0] | {"all_to_all": 5 * LAYERS}  # as plans are priced
-    assert counts(Checkpoint.SELECTIVE, ulysses, ring, keep_exchanged=True) == nothing
 
 
 @pytest.mark.parametrize(
@@ -104,24 +104,23 @@ def test_selective_runs_no_kernel_twice(monkeypatch, checkpoint, forwards):
     assert kernel.calls == {"forward": forwards * LAYERS, "backward": LAYERS}
 
 
-@pytest.mark.parametrize(("ulysses", "outputs", "exchanged"), [(1, 1, False), (4, 2, False), (4, 2, True)])
-def test_selective_keeps_attention_outputs_and_lse_and_nothing_else(monkeypatch, ulysses, outputs, exchanged):
+@pytest.mark.parametrize(("ulysses", "outputs"), [(1, 1), (4, 2)])
+def test_selective_keeps_attention_outputs_and_lse_and_nothing_else(monkeypatch, ulysses, outputs):
     """With Ulysses the output is kept as the kernel left it and as it came back."""
     stores = []
 
     class Watched(module.SavedAttention):
-        def __init__(self, keep_exchanged):
-            super().__init__(keep_exchanged)
+        def __init__(self):
+            super().__init__()
             stores.append(self)
 
     monkeypatch.setattr(module, "SavedAttention", Watched)
-    counts(Checkpoint.SELECTIVE, ulysses, 1, keep_exchanged=exchanged)
+    counts(Checkpoint.SELECTIVE, ulysses, 1)
     tensors = [each for store in stores for record in store._records for each in (record.out, *chain(*record.groups))]
     storages = [each.untyped_storage() for each in tensors]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    tokens, heads, kv_heads, dim, size = 52, 4, max(2, ulysses), 4, 8
-    values = outputs * heads * dim + heads + exchanged * (heads + 2 * kv_heads) * dim
-    assert held == LAYERS * tokens * values * size
+    tokens, heads, dim, size = 52, 4, 4, 8
+    assert held == LAYERS * tokens * (outputs * heads * dim + heads) * size
 
 
 @pytest.mark.parametrize(("ulysses", "ring", "outputs"), [(1, 1, 1), (1, 4, 1), (4, 1, 2), (2, 2, 2)])
@@ -157,8 +156,8 @@ def test_what_was_kept_is_given_back_without_the_garbage_collector(monkeypatch):
     stores = []
 
     class Watched(module.SavedAttention):
-        def __init__(self, keep_exchanged):
-            super().__init__(keep_exchanged)
+        def __init__(self):
+            super().__init__()
             stores.append(weakref.ref(self))
 
     monkeypatch.setattr(module, "SavedAttention", Watched)

@@ -18,8 +18,10 @@ def draw(rows, vocabulary, dtype, scale=3.0):
     return logits, labels
 
 
-@pytest.mark.parametrize("vocabulary", [2, 19, 64, 100, 257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [(2, torch.float32), (64, torch.float32), (257, torch.float32), (19, torch.bfloat16), (100, torch.float16)],
+)
 def test_losses_and_slopes_equal_cross_entropy(vocabulary, dtype, monkeypatch):
     monkeypatch.setattr(triton_loss, "_BLOCK", 32)
     logits, labels = draw(13, vocabulary, dtype)

@@ -18,7 +18,7 @@ def test_pipelines_are_named_by_tensor_degree_stages_and_ranks_the_largest_first
     assert plan_shape(replace(plan, pipelines=(line(0, 2, 1), line(2, 2, 1), line(4, 2, 2, 2)))) == "2x2/4, 1x2/2 x 2"
 
 
-def test_a_host_of_several_stages_counts_once_and_unequal_degrees_are_all_named():
+def test_a_pp_rank_of_several_stages_counts_once_and_unequal_degrees_are_all_named():
     plan = sl.plan([300, 20], cluster="1x8xH200", model="llama3-8b", planner="static")
     folded = Pipeline(tuple(Stage(ranks, (k, k + 1)) for k, ranks in enumerate([(0,), (1,), (1,), (0,)])), (), ((), ()))
     uneven = Pipeline((Stage((2, 3), (0, 2), 2), Stage((4,), (2, 4))), (), ((), ()))

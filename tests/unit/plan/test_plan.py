@@ -40,8 +40,8 @@ def test_islands(plain: Plan) -> None:
     assert replace(plain, sharding=Sharding.NONE).shard_groups == tuple((rank,) for rank in range(8))
 
 
-def test_islands_lie_inside_a_host(plain: Plan) -> None:
-    """Stages on ranks 0-1, 2-5 and 0-1 again: two hosts, of which the second lies in two nodes."""
+def test_islands_lie_inside_a_pp_rank(plain: Plan) -> None:
+    """Stages on ranks 0-1, 2-5 and 0-1 again: two pp_ranks, of which the second lies in two nodes."""
     stages = (Stage((0, 1), (0, 1)), Stage((2, 3, 4, 5), (1, 2)), Stage((0, 1), (2, 4)))
     plan = replace(plain, pipelines=(replace(plain.pipelines[0], stages=stages),))
     assert plan.shard_groups == ((0, 1), (2, 3, 4, 5))
@@ -230,11 +230,11 @@ def test_checking_and_hashing_are_fast(size: tuple[int, int, int], budget_ms: fl
     spent = []
     for _ in range(5):
         fresh = replace(plan)
-        start = time.perf_counter()
+        start = time.process_time()
         fresh.validate()
-        middle = time.perf_counter()
+        middle = time.process_time()
         assert fresh.hash == plan.hash
-        spent.append((middle - start, time.perf_counter() - middle))
-    # The fastest of five, and twice the budget: other processes share the machine.
+        spent.append((middle - start, time.process_time() - middle))
+    # The fastest of five, in processor time, and twice the budget: other processes share the machine.
     assert min(seconds for seconds, _ in spent) * 1000 < 2 * budget_ms
     assert min(seconds for _, seconds in spent) * 1000 < 2 * budget_ms

@@ -100,7 +100,7 @@ ON_ONE_STAGE: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     ("stage-ranks", "has no ranks", lambda p: stage(p, 0, ranks=())),
     ("stage-ranks", "remove it from one", lambda p: replace(p, pipelines=p.pipelines * 2)),
     ("layers", r"use \[0:4\)", lambda p: stage(p, 0, layers=(1, 4))),
-    ("work", "0 Work for 1 stages", lambda p: pipelines(p, rounds=(Round(()), *p.pipelines[0].rounds[1:]))),
+    ("work", "0 shares for 1 stages", lambda p: pipelines(p, rounds=(Round(()), *p.pipelines[0].rounds[1:]))),
     ("work", "no groups", lambda p: work(p, 0, 0, groups=())),
     ("work", "group without documents", lambda p: group(p, 1, 0, 2, spans=())),
     ("group-ranks", "each once", lambda p: group(p, 0, 0, 0, ranks=(0, 1, 2, 2))),
@@ -196,7 +196,7 @@ ON_TWO_STAGES: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     ("stage-ranks", "rank 3 is in", lambda p: stage(p, 1, ranks=(3, 4, 5, 6))),
     ("layers", r"use \[2:4\)", lambda p: stage(p, 1, layers=(3, 4))),
     ("layers", r"use \[2:3\)", lambda p: stage(p, 1, layers=(2, 2))),
-    ("work", "1 Work for 2 stages", first_stage_only),
+    ("work", "1 shares for 2 stages", first_stage_only),
     ("group-ranks", "rank 4, which is not in the stage", lambda p: group(p, 0, 0, 0, ranks=(4, 5, 6, 7))),
     ("tensor", "use ulysses 2", lambda p: group(p, 0, 1, 0, ulysses=1, ring=4)),
     ("tensor", "degree 2 for 7 query heads; .* use 1", lambda p: limit(p, heads=7)),
@@ -256,7 +256,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
 
 
 CIRCLE = (
-    r"stops: 0RECV_B0 \(host 0, action 2\) waits for 1SEND_B0, which comes after 1RECV_F1 \(host 1, action 2\), "
+    r"stops: 0RECV_B0 \(pp_rank 0, action 2\) waits for 1SEND_B0, which comes after 1RECV_F1 \(pp_rank 1, action 2\), "
     r"which waits for 0SEND_F1, which comes after 0RECV_B0"
 )
 

@@ -4,6 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from brute_force import shortest_step
 
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
@@ -17,7 +18,6 @@ from seqloom.planners.bounds.one_stage import (
     timeline_bound,
 )
 from seqloom.planners.bounds.prices import price_documents
-from support.brute_force import shortest_step
 from support.strategies import roomy_cost_model
 
 CLUSTERS = ("1x8xA100-40G", "1x4xA100-40G", "1x2xA100-40G")

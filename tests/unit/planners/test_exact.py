@@ -4,12 +4,12 @@ import sys
 
 import numpy as np
 import pytest
+from brute_force import shortest_step
 
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import policies_bound
 from seqloom.planners.exact import MAX_DOCUMENTS, plan_exact
-from support.brute_force import shortest_step
 from support.strategies import roomy_cost_model
 
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from seqloom.cost import CostModel, Profile  # noqa: E402
 from seqloom.cost.calibrate import CONSTANTS, Trial, calibrate, scale_constants  # noqa: E402
 from seqloom.describe import Cluster, ModelSpec  # noqa: E402
+from seqloom.dist import SingleRankTransport  # noqa: E402
 from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
 from seqloom.profiling import calibration  # noqa: E402
@@ -26,8 +27,7 @@ def cost_of(profile, sharding="none", ranks=8):
     return CostModel(Cluster.parse(f"1x{ranks}xCPU"), MODEL, profile, sharding, max_length=8192, capacity=1024)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize(("sharding", "seed"), [("none", 0), ("full", 1)])
 def test_a_machine_that_follows_the_cost_model_is_found_again(seed, sharding):
     rng = np.random.default_rng(seed)
     machine = scale_constants(START, {name: float(rng.uniform(0.3, 4)) for name in CONSTANTS})
@@ -61,11 +61,20 @@ def test_a_trial_in_words():
     assert "1 of 2x1, each 1 x 128 tokens, 3 rounds" in map(describe_trial, plans)
 
 
+def test_one_rank_measures_a_profile(monkeypatch):
+    monkeypatch.setattr(calibration, "KERNEL_LENGTHS", {"cpu": (16, 64)})
+    monkeypatch.setattr(calibration, "TURNS", 1)
+    cost = CostModel(Cluster.parse("1x1xCPU"), MODEL, "cpu", "free", max_length=128, capacity=64)
+    calibrator = calibration.Calibrator(cost, SingleRankTransport(), torch.device("cpu"), torch.float32)
+    found = calibrator.calibrate(128)
+    assert found.profile.matmul_tflops > 0 and found.profile.attention.lengths == (64,)
+
+
 def test_products_have_a_rate():
     assert 0 < calibration.matmul_tflops(MODEL, torch.device("cpu"), torch.float32) < 100
 
 
-@pytest.mark.parametrize("slower", [1.0, 1.3])
+@pytest.mark.parametrize("slower", [pytest.param(1.0, marks=pytest.mark.slow), 1.3])
 def test_what_a_handover_takes_is_found_from_a_step_and_its_busy_time(slower):
     start = cost_of(START)
     plan = make_plan("pipeline", np.full(8, 256), start, stages=2, schedule="1f1b", pieces=1)
@@ -91,10 +100,13 @@ def test_handovers_are_timed_while_parameters_stay_with_their_stages(monkeypatch
             self.plan = plan
             return predicted_ns(plan, true) / 1e9
 
-        def mean_busy_seconds(self):
+        @property
+        def busy_seconds(self):
             expected = simulate(self.plan, cost_of(START, "full"))
             return float((expected.busy_ns + expected.comm_ns).mean()) / 1e9
 
     monkeypatch.setattr(calibration, "StepTimer", Clock)
-    found = calibration.measure_stage_costs(cost_of(START, "free"), None, torch.device("cpu"), torch.float32, 2)
+    found = calibration.measure_stage_costs(
+        cost_of(START, "free"), SingleRankTransport(), torch.device("cpu"), torch.float32, 2
+    )
     assert found.handover_us == pytest.approx(1_200.0, abs=2)

@@ -13,7 +13,7 @@ from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Stage
 from seqloom.simulate import EventKind, simulate
 from seqloom.simulate.memory import peak_memory
 
-VARIANT = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
+POLICY = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
 DOCUMENTS = [60000, 1000, 30000, 20000, 5000]
 ROUNDS = [[(0, 4, [0]), (4, 1, [1])], [(4, 4, [2])], [(0, 2, [3]), (4, 1, [4])]]
 
@@ -22,7 +22,7 @@ def build(sharding="full", profile=None, cluster="2x4xH200", model="qwen3-4b"):
     return CostModel(Cluster.parse(cluster), ModelSpec.load(model), profile, sharding=sharding)
 
 
-def plan_of(cost, documents, rounds, policy=VARIANT):
+def plan_of(cost, documents, rounds, policy=POLICY):
     """``rounds``: lists of (first rank, degree, documents) with pure Ulysses groups."""
     built = []
     for entries in rounds:
@@ -35,7 +35,7 @@ def plan_of(cost, documents, rounds, policy=VARIANT):
     return Plan(limits, cost.sharding, policy.reduce, tuple(documents), (pipeline,), "test")
 
 
-def group_ns(cost, plan, policy=VARIANT):
+def group_ns(cost, plan, policy=POLICY):
     return [
         [cost.group_cost(group, policy).total_ns for group in current.groups] for current in plan.pipelines[0].rounds
     ]
@@ -47,7 +47,7 @@ def test_step_is_the_closed_form(sharding):
     plan = plan_of(cost, DOCUMENTS, ROUNDS)
     found = simulate(plan, cost)
     assert found.step_ns == cost.plan_ns(plan)
-    assert found.end_ns == cost.step_overhead_ns(VARIANT)
+    assert found.end_ns == cost.step_overhead_ns(POLICY)
     assert (found.peak_memory == peak_memory(plan, cost)).all()
 
 
@@ -106,7 +106,7 @@ def test_rounds_are_summed_up():
     assert held == pytest.approx(found.idle_ns.sum())
 
 
-def test_a_round_holds_only_the_islands_that_it_touches():
+def test_a_round_holds_only_the_shard_groups_that_it_touches():
     cost = build("hybrid")
     found = simulate(plan_of(cost, DOCUMENTS, ROUNDS), cost)
     assert found.rounds[1].held_ns == 4 * found.rounds[1].time_ns
@@ -117,7 +117,7 @@ def test_a_rank_in_two_groups_runs_them_in_turn():
     plan = plan_of(cost, [4000, 3000], [[(0, 2, [0]), (1, 1, [1])]])
     found = simulate(plan, cost)
     ((a, b),) = group_ns(cost, plan)
-    once = cost.group_cost(Group((0,), 1, 1, ()), VARIANT).fixed
+    once = cost.group_cost(Group((0,), 1, 1, ()), POLICY).fixed
     assert found.step_ns == a + b - once + found.end_ns == cost.plan_ns(plan)
     mine = found.events.where(found.events.rank == 1)
     assert mine.group.tolist() == [0, 1, 0, 1, -1]  # forward of both, backward of both, end of the step
@@ -139,8 +139,8 @@ def test_pieces_of_a_document_stay_open():
     cost = build()
     whole = plan_of(cost, [8000], [[(0, 4, [0])], [(0, 4, [0])]])
     groups = [Group((0, 1, 2, 3), 4, 1, (Span(0, a, a + 4000),)) for a in (0, 4000)]
-    rounds = [Round((StageMicroBatch((group,), VARIANT.checkpoint),)) for group in groups]
-    pipeline = Pipeline.single(range(8), cost.model.layers, rounds, VARIANT.reduce)
+    rounds = [Round((StageMicroBatch((group,), POLICY.checkpoint),)) for group in groups]
+    pipeline = Pipeline.single(range(8), cost.model.layers, rounds, POLICY.reduce)
     plan = replace(whole, pipelines=(pipeline,))
     plan.validate()
     found = simulate(plan, cost)

@@ -2,9 +2,8 @@ import errno
 import json
 import os
 import resource
-import subprocess
-import sys
 import threading
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from seqloom.errors import SeqloomError
 from seqloom.train.checkpoint import AtomicWriter, Checkpoints, complete_checkpoints
 from seqloom.train.config import Optimiser
 from seqloom.train.optim import make_optimiser, state_by_name
-from support.runs import latest_checkpoint
+from support.runs import crash_while_saving, latest_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -248,33 +247,12 @@ def test_a_write_that_the_system_breaks_off(tmp_path):
         checkpoints.load(latest_checkpoint(tmp_path), **state)
 
 
-CRASH = """
-import os, sys, torch
-from pathlib import Path
-from seqloom.train.checkpoint import Checkpoints
-from seqloom.train import checkpoint as folders
-
-torch.set_num_threads(1)
-where, folder = sys.argv[1], Path(sys.argv[2])
-state = {"model": {"w": torch.ones(1000)}, "optimiser": {}}
-checkpoints = Checkpoints(folder, keep=1)
-checkpoints.save(1, **state, extra={})
-checkpoints.wait()
-if where == "writing":
-    folders.FileSystemWriter.finish = lambda *args: os._exit(9)
-elif where == "renaming":
-    folders.sync_folder = lambda path: os._exit(9)
-elif where == "deleting":
-    folders.shutil.rmtree = lambda *args, **options: os._exit(9)
-checkpoints.save(2, **state, extra={})
-checkpoints.wait()
-"""
-
-
 @pytest.mark.parametrize(("where", "left"), [("writing", 1), ("renaming", 1), ("deleting", 2)])
-def test_a_crash_half_way_leaves_a_complete_checkpoint(tmp_path, where, left):
-    result = subprocess.run([sys.executable, "-c", CRASH, where, str(tmp_path)], capture_output=True, text=True)
-    assert result.returncode == 9, result.stderr
+def test_a_crash_half_way_leaves_a_complete_checkpoint(fork_server, tmp_path, where, left):
+    process = get_context("forkserver").Process(target=crash_while_saving, args=(tmp_path, where))
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == 9
     assert len(list(tmp_path.iterdir())) == 2
     assert latest_checkpoint(tmp_path) == tmp_path / f"step-0000000{left}"
     tensors = {"w": torch.zeros(1000)}

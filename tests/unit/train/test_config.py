@@ -8,6 +8,7 @@ import pytest
 
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
+from seqloom.reader import build
 from seqloom.train.config import MODEL_FILES, Config, fetch_model, is_model_name, merge_overrides, parse_overrides
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -47,12 +48,12 @@ def test_the_least_config_and_its_defaults(write, tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.name)
-def test_every_recipe_loads_and_round_trips(file, write, tmp_path, monkeypatch):
+def test_every_recipe_loads_and_round_trips(file, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "seqloom.train.config.fetch_model", lambda name: tmp_path / name
     )  # a published model: no network
     config = Config.load(file)
-    assert Config.load(write(config.to_toml())) == config
+    assert build(Config, json.loads(json.dumps(config.as_dict())), "again") == config
 
 
 def test_the_tiny_recipe_is_small_names_every_key_and_stays_in_the_build_folder():
@@ -118,44 +119,44 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
         ("run.steps='10'", r"run.steps = '10': input should be a valid integer"),
         ("run.steps=10.0", r"run.steps = 10.0: input should be a valid integer"),
         ("run.steps=true", r"run.steps = True: input should be a valid integer"),
-        ("run.steps=0", r"run.steps = 0; it must be 1 or more"),
+        ("run.steps=0", r"run.steps = 0: input should be greater than or equal to 1"),
         ("run.epochs=1", r"run.steps and run.epochs: both are given; give exactly one"),
         ("run.steps=", r"run.steps and run.epochs: neither is given"),
-        ("run.timeout_s=0", r"run.timeout_s = 0; it must be 1 or more"),
+        ("run.timeout_s=0", r"run.timeout_s = 0: input should be greater than or equal to 1"),
         ("model.huggingface=m", r"model.spec and model.huggingface: both are given"),
         ("model.spec=qwen3", r"unknown model 'qwen3'; did you mean qwen3"),
         ("model.spec=gone.toml", r"gone.toml' does not exist"),
         ("model.dtype=float16", r"model.dtype = 'float16': input should be 'float64', 'float32' or 'bfloat16'"),
         ("model.compile=1", r"model.compile = 1: input should be a valid boolean"),
         ("data.tokens=8", r"data.sequences and data.tokens: both are given"),
-        ("data.max_length=1", r"data.max_length = 1; it must be 2 or more"),
+        ("data.max_length=1", r"data.max_length = 1: input should be greater than or equal to 2"),
         ("data.too_long=drop", r"data.too_long = 'drop' without data.max_length"),
         ("data.too_long=cut", r"data.too_long = 'cut': input should be 'refuse', 'truncate' or 'drop'"),
         ("data.source=", r"key 'data.source' is missing"),
         ("plan.cluster=8xH2000", r"unknown device 'H2000'; did you mean"),
         ("plan.profile=h2", r"unknown profile 'h2'; did you mean"),
         ("plan.sharding=half", r"plan.sharding = 'half': input should be 'full', 'hybrid', 'none' or 'free'"),
-        ("plan.budget_gib=0", r"plan.budget_gib = 0.0; it must be above 0"),
-        ("plan.capacity=0", r"plan.capacity = 0; it must be 1 or more"),
-        ("plan.ahead=-1", r"plan.ahead = -1; it must be 0 or more"),
-        ("pipeline.stages=0", r"pipeline.stages = 0; it must be 1 or more"),
-        ("pipeline.stages=two", r"pipeline.stages = 'two'; give a number, or 'auto'"),
+        ("plan.budget_gib=0", r"plan.budget_gib = 0: input should be greater than 0"),
+        ("plan.capacity=0", r"plan.capacity = 0: input should be greater than or equal to 1"),
+        ("plan.ahead=-1", r"plan.ahead = -1: input should be greater than or equal to 0"),
+        ("pipeline.stages=0", r"pipeline.stages = 0; give 1 or more, or 'auto'"),
+        ("pipeline.stages=two", r"pipeline.stages = 'two'; give 1 or more, or 'auto'"),
         ("pipeline.chunks=2", r"pipeline.chunks = 2 with pipeline.stages = 1, which is no pipeline"),
         ("pipeline.schedule=1f1b", r"pipeline.schedule = '1f1b' with pipeline.stages = 1"),
         ("pipeline.schedule=2f2b", r"unknown pipeline.schedule '2f2b'; did you mean 1f1b"),
         ("plan.planner=pipeline:4", r"plan.planner = 'pipeline:4' with plan.sharding = 'full': the stages of a run"),
-        ("optimiser.lr=nan", r"optimiser.lr = nan; it must be above 0"),
-        ("optimiser.lr=inf", r"optimiser.lr = inf; it must be above 0"),
-        ("optimiser.betas=[0.9, 1.0]", r"optimiser.betas = \[0.9, 1.0\]; both must be at least 0 and below 1"),
+        ("optimiser.lr=nan", r"optimiser.lr = nan: input should be a finite number"),
+        ("optimiser.lr=inf", r"optimiser.lr = inf: input should be a finite number"),
+        ("optimiser.betas=[0.9, 1.0]", r"optimiser.betas.1 = 1.0: input should be less than 1"),
         ("optimiser.betas=0.9", r"optimiser.betas = 0.9: input should be a valid tuple"),
-        ("optimiser.clip=-1", r"optimiser.clip = -1.0; it must be 0 or more"),
+        ("optimiser.clip=-1", r"optimiser.clip = -1: input should be greater than or equal to 0"),
         ("schedule.kind=cos", r"schedule.kind = 'cos': input should be 'cosine', 'linear' or 'constant'"),
-        ("schedule.final=1.5", r"schedule.final = 1.5; it is a share of optimiser.lr, from 0 to 1"),
+        ("schedule.final=1.5", r"schedule.final = 1.5: input should be less than or equal to 1"),
         ("schedule.warmup=11", r"schedule.warmup = 11 is more than run.steps = 10"),
         ("evaluation.every=5", r"evaluation.every = 5 without data.validation"),
-        ("evaluation.batches=0", r"evaluation.batches = 0; it must be 1 or more"),
-        ("checkpoint.keep=0", r"checkpoint.keep = 0; it must be 1 or more"),
-        ("log.every=0", r"log.every = 0; it must be 1 or more"),
+        ("evaluation.batches=0", r"evaluation.batches = 0: input should be greater than or equal to 1"),
+        ("checkpoint.keep=0", r"checkpoint.keep = 0: input should be greater than or equal to 1"),
+        ("log.every=0", r"log.every = 0: input should be greater than or equal to 1"),
         ("log.sinks=['mlflow']", r"log.sinks.0 = 'mlflow': input should be 'tensorboard', 'wandb' or 'trackio'"),
         ("log.sinks=['wandb', 'wandb']", r"names one twice"),
     ],
@@ -198,13 +199,6 @@ def test_resuming_inside_the_own_folder_is_refused(write, tmp_path):
         Config.load(write(LEAST), overrides=[f"checkpoint.resume={checkpoint}"])
     other = tmp_path / "other" / "step-00000004"
     assert Config.load(write(LEAST), overrides=[f"checkpoint.resume={other}"]).checkpoint.resume == str(other)
-
-
-def test_odd_texts_survive_the_round_trip(write, tmp_path):
-    odd = tmp_path / 'a "b" \\ü\x7f\U0001f9f5\n'
-    config = Config.load(write(LEAST), overrides=[f"run.output={odd}", "optimiser.eps=1e-30", "optimiser.lr=1"])
-    assert Config.load(write(config.to_toml(), "again.toml")) == config
-    assert config.as_dict()["run"]["output"].startswith(str(tmp_path))
 
 
 NAME = "someone/a-model"

@@ -123,8 +123,8 @@ def drawn(name, micro_batches, width=80, colours=None, times=(1, 1, 1)):
 
 def test_a_short_schedule_shows_every_action():
     assert drawn("1f1b", 2).splitlines() == [
-        "host 0 | 0F0 0F1  .   .  0B0  -   .  0B1  -",
-        "host 1 |  .  1F0 1B0  -  1F1 1B1  -   .   .",
+        "pp_rank 0 | 0F0 0F1  .   .  0B0  -   .  0B1  -",
+        "pp_rank 1 |  .  1F0 1B0  -  1F1 1B1  -   .   .",
         "F forward  B backward  . idle",
     ]
 
@@ -133,12 +133,12 @@ def test_a_short_schedule_shows_every_action():
 def test_a_long_one_shows_what_most_of_every_moment_is(width):
     first, second, *legend = drawn("zb-h1", 300, width, times=(1, 2, 1)).splitlines()
     assert len(first) == len(second) <= width
-    assert set(first[8:]) <= set(" FIW.") and "I" in second
+    assert set(first[11:]) <= set(" FIW.") and "I" in second
     assert " ".join(" ".join(legend).split()) == "F forward I its input half W its weight half . idle"
 
 
 def test_time_is_to_scale():
-    marks = drawn("gpipe", 500, 89, times=(1, 2, 1)).splitlines()[0].removeprefix("host 0 | ")
+    marks = drawn("gpipe", 500, 89, times=(1, 2, 1)).splitlines()[0].removeprefix("pp_rank 0 | ")
     assert marks.count("F") * 3 == pytest.approx(marks.count("B"), rel=0.1)  # a backward takes three forwards
     assert marks == "".join(sorted(marks, reverse=True))
 

@@ -16,7 +16,7 @@ GPU, so one plan serves every pack, and it writes into our buffers, so nothing i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -31,6 +31,7 @@ from seqloom.attention.kernels.interface import (
     Gradients,
     PreparedAttention,
     Saved,
+    WarmUpReport,
     device_rows,
 )
 from seqloom.attention.masks import Segments
@@ -492,12 +493,7 @@ class Cudnn:
         return PreparedCudnn(self, shape, calls, q_uncovered, k_uncovered)
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
         """Build and run every graph that documents of up to `longest` tokens can need, see `SupportsWarmUp`."""
         contiguous = (shape.heads * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim)

@@ -41,6 +41,7 @@ from seqloom.attention.kernels.interface import (
     PreparedAttention,
     Saved,
     SupportsWarmUp,
+    WarmUpReport,
     device_rows,
     dtype_name,
 )
@@ -157,9 +158,14 @@ def _default_dispatcher(device: torch.device, table: Path | None) -> Dispatcher:
 
 @dataclass(frozen=True, slots=True)
 class CombinedCapabilities(Capabilities):
-    """Capabilities of several kernels together, segment by segment: only `unsupported` is meaningful."""
+    """Capabilities of several kernels together, segment by segment: only the two methods are meaningful."""
 
     members: tuple[Capabilities, ...] = ()
+
+    def unsupported_shape(self, shape: AttentionShape) -> str | None:
+        """Return why no member supports the shape; None when one does."""
+        reasons = [one.unsupported_shape(shape) for one in self.members]
+        return None if None in reasons else "no kernel can run this attention:\n  " + "\n  ".join(filter(None, reasons))
 
     def unsupported(self, segments: Segments, shape: AttentionShape) -> str | None:
         """Return why some segment is supported by no member, with the reason of every member; None when all are."""
@@ -230,12 +236,7 @@ class Dispatcher:
         return PreparedSplit.of(shares[0], shares[1], shape)
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
         """Warm up all kernels that support the shape, one after the other; see `SupportsWarmUp`."""
         warmable = [kernel for kernel in self._able(shape) if isinstance(kernel, SupportsWarmUp)]

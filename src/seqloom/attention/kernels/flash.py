@@ -8,10 +8,11 @@ a ring's backward needs the log-sum-exp of all keys, not of the keys of one call
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,83 +27,27 @@ PACKAGES = {"flash_attn_2": "flash_attn.flash_attn_interface", "flash_attn_3": "
 """Kernel -> the module of its package."""
 
 
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, compat.VarlenArguments], tuple[torch.Tensor, torch.Tensor]
+]
+"""q, k, v and arguments -> (out, lse), see `compat.flash_forward`."""
+Backward = Callable[[torch.Tensor, Saved, compat.VarlenArguments], compat.Gradients]
+"""dout, saved tensors and arguments -> gradients of q, k, v."""
+
+
+class VarlenFunctions(NamedTuple):
+    """The two passes of a packed flash attention."""
+
+    forward: Forward
+    backward: Backward
+
+
 def _capabilities(name: str, *, tested: bool) -> Capabilities:
     """Squares, pieces with their prefix, windows over both, and unmasked segments."""
     dtypes = (torch.bfloat16, torch.float16)
     return Capabilities(
         name, ("cuda",), dtypes, max_dim=256, dim_multiple=8, offsets=False, prefixes=True, tested=tested
     )
-
-
-class VarlenFunctions(Protocol):
-    """Forward and backward of a packed flash attention: torch's, or those of a package."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: compat.VarlenArguments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse), see `compat.flash_forward`."""
-        ...
-
-    def backward(self, dout: torch.Tensor, saved: Saved, arguments: compat.VarlenArguments) -> compat.Gradients:
-        """Return the gradients of q, k, v."""
-        ...
-
-
-class TorchFlash:
-    """Torch's operator."""
-
-    forward = staticmethod(compat.flash_forward)
-    backward = staticmethod(compat.flash_backward)
-
-
-@dataclass(frozen=True, slots=True)
-class FlashAttn2Functions:
-    """Functions of the package flash-attn 2."""
-
-    module: Any
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: compat.VarlenArguments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse)."""
-        *lengths, scale, causal, left, right = arguments
-        options = {"softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
-        run = self.module._flash_attn_varlen_forward
-        return run(q, k, v, *lengths, 0.0, scale, causal, left, right, **options)[:2]
-
-    def backward(self, dout: torch.Tensor, saved: Saved, arguments: compat.VarlenArguments) -> compat.Gradients:
-        """Return the gradients of q, k, v."""
-        *lengths, scale, causal, left, right = arguments
-        grads = _empty_gradients(saved)
-        options = {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
-        run = self.module._flash_attn_varlen_backward
-        run(dout, *saved, *grads, *lengths, 0.0, scale, causal, left, right, **options)
-        return grads
-
-
-@dataclass(frozen=True, slots=True)
-class FlashAttn3Functions:
-    """Functions of the package flash-attn 3. Its backward calls `causal` by another name."""
-
-    module: Any
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: compat.VarlenArguments
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse)."""
-        return self.module._flash_attn_forward(q, k, v, **arguments._asdict())[:2]
-
-    def backward(self, dout: torch.Tensor, saved: Saved, arguments: compat.VarlenArguments) -> compat.Gradients:
-        """Return the gradients of q, k, v."""
-        grads, options = _empty_gradients(saved), arguments._asdict()
-        options["is_causal"] = options.pop("causal")
-        self.module._flash_attn_backward(dout, *saved, dq=grads.q, dk=grads.k, dv=grads.v, **options)
-        return grads
-
-
-def _empty_gradients(saved: Saved) -> compat.Gradients:
-    """Buffers that the packages write into."""
-    return compat.Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3]))
 
 
 class Varlen:
@@ -112,34 +57,72 @@ class Varlen:
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:
         """Copy the cumulative lengths to the device."""
-        return PreparedVarlen(varlen_calls(segments, shape), shape, TorchFlash())
+        return PreparedVarlen(varlen_calls(segments, shape), shape, self.functions())
+
+    def functions(self) -> VarlenFunctions:
+        """Return torch's operator, or what a subclass calls instead."""
+        return VarlenFunctions(compat.flash_forward, compat.flash_backward)
 
 
-class FlashAttn2:
+class FlashAttn2(Varlen):
     """Flash attention of the package `flash_attn`."""
 
     capabilities = _capabilities("flash_attn_2", tested=False)
 
-    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:
-        """Import the package and copy the cumulative lengths to the device."""
-        functions = FlashAttn2Functions(importlib.import_module(PACKAGES["flash_attn_2"]))
-        return PreparedVarlen(varlen_calls(segments, shape), shape, functions)
+    def functions(self) -> VarlenFunctions:
+        """Import the package."""
+        module = import_module(PACKAGES["flash_attn_2"])
+
+        def forward(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: compat.VarlenArguments
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            *lengths, scale, causal, left, right = arguments
+            options = {"softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
+            run = module._flash_attn_varlen_forward
+            return run(q, k, v, *lengths, 0.0, scale, causal, left, right, **options)[:2]
+
+        def backward(dout: torch.Tensor, saved: Saved, arguments: compat.VarlenArguments) -> compat.Gradients:
+            *lengths, scale, causal, left, right = arguments
+            grads = _empty_gradients(saved)
+            options = {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+            run = module._flash_attn_varlen_backward
+            run(dout, *saved, *grads, *lengths, 0.0, scale, causal, left, right, **options)
+            return grads
+
+        return VarlenFunctions(forward, backward)
 
 
-class FlashAttn3:
+class FlashAttn3(Varlen):
     """Flash attention of the package `flash_attn_interface`, for Hopper GPUs."""
 
     capabilities = _capabilities("flash_attn_3", tested=False)
 
-    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:
-        """Import the package and copy the cumulative lengths to the device."""
-        functions = FlashAttn3Functions(importlib.import_module(PACKAGES["flash_attn_3"]))
-        return PreparedVarlen(varlen_calls(segments, shape), shape, functions)
+    def functions(self) -> VarlenFunctions:
+        """Import the package. Its backward calls `causal` by another name."""
+        module = import_module(PACKAGES["flash_attn_3"])
+
+        def forward(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: compat.VarlenArguments
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return module._flash_attn_forward(q, k, v, **arguments._asdict())[:2]
+
+        def backward(dout: torch.Tensor, saved: Saved, arguments: compat.VarlenArguments) -> compat.Gradients:
+            grads, options = _empty_gradients(saved), arguments._asdict()
+            options["is_causal"] = options.pop("causal")
+            module._flash_attn_backward(dout, *saved, dq=grads.q, dk=grads.k, dv=grads.v, **options)
+            return grads
+
+        return VarlenFunctions(forward, backward)
+
+
+def _empty_gradients(saved: Saved) -> compat.Gradients:
+    """Buffers that the packages write into."""
+    return compat.Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3]))
 
 
 def installed(kernel: str) -> bool:
     """Return whether the package of "flash_attn_2" or "flash_attn_3" is installed, without importing it."""
-    return importlib.util.find_spec(PACKAGES[kernel].partition(".")[0]) is not None
+    return find_spec(PACKAGES[kernel].partition(".")[0]) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,22 +168,18 @@ class InPlaceAttention(Protocol):
         ...
 
 
+WarmUpReport = Callable[[int, int], None]
+"""Called as report(done, total)."""
+
+
 @runtime_checkable
 class SupportsWarmUp(Protocol):
     """A kernel that builds or compiles something for every new input shape, and can do so before the first step."""
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
-        """Build all that documents of up to `longest` tokens, `tokens` in all, can need; return how many shapes.
-
-        `report` is called as report(done, total).
-        """
+        """Build all that documents of up to `longest` tokens, `tokens` in all, can need; return how many shapes."""
         ...
 
 

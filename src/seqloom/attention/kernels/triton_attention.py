@@ -20,12 +20,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved
+from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved, WarmUpReport
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
@@ -243,11 +243,9 @@ class TritonSegments:
 
     Attributes:
         pick: chooses block sizes by kernel, width of a head, dtype and segment length.
-        result_dtype: of out, dq, dk, dv; None: the dtype of the inputs.
     """
 
     pick: Pick = default_config
-    result_dtype: torch.dtype | None = None
     capabilities = Capabilities(
         name="triton",
         devices=("cuda",),
@@ -279,7 +277,6 @@ class TritonSegments:
         }
         return PreparedTriton(
             shape,
-            self.result_dtype or shape.dtype,
             q_segments,
             k_segments,
             sides["forward"].covered,
@@ -288,12 +285,7 @@ class TritonSegments:
         )
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
         """Compile what causal documents of up to `longest` tokens need, by running a short one of every kind."""
         kinds: list[Kind] = ["forward", "dq", "dkdv"]
@@ -327,11 +319,6 @@ class Launch:
     side: int
     options: dict[str, int | bool | str]
 
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """Tiles, and kv heads side by side: the arguments of every kernel after the strides."""
-        return len(self.tiles), self.side
-
 
 def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind, flags: dict[str, bool]) -> Launch:
     group = shape.heads // shape.kv_heads
@@ -359,14 +346,12 @@ class PreparedTriton:
     """Segments cut into tiles, ready to run.
 
     Attributes:
-        dtype: of out, dq, dk, dv.
         q_segments, k_segments: int32[n, 8], the segments in the order of their query rows and of their key rows.
         q_covered, k_covered: rows in a segment.
         launches: of every kind, one per Config in use.
     """
 
     shape: AttentionShape
-    dtype: torch.dtype
     q_segments: torch.Tensor
     k_segments: torch.Tensor
     q_covered: int
@@ -387,15 +372,12 @@ class PreparedTriton:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
         """Write the rows of the segments, see `InPlaceAttention`."""
-        from seqloom.attention.kernels.triton_kernels import forward_kernel, run_kernel
+        from seqloom.attention.kernels.triton_kernels import forward_kernel
 
         q, k, v = _unit_stride(q, k, v)
         numbers = (*_strides(q, k, v, out), lse.stride(0))
         scale = self.shape.scale * math.log2(math.e)
-        with _on(q.device):
-            for launch in self.launches["forward"]:
-                tensors = (q, k, v, out, lse, launch.tiles, self.q_segments)
-                run_kernel(forward_kernel, launch.grid, *tensors, *numbers, *launch.numbers, scale, **launch.options)
+        self._run("forward", forward_kernel, (q, k, v, out, lse), self.q_segments, numbers, scale)
 
     def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv)."""
@@ -415,36 +397,43 @@ class PreparedTriton:
 
     def dq_into(self, dout: torch.Tensor, saved: Saved, delta: torch.Tensor, dq: torch.Tensor) -> None:
         """Write dq and, with the shape and strides of lse, delta: the row sums of dout * out."""
-        from seqloom.attention.kernels.triton_kernels import dq_kernel, run_kernel
+        from seqloom.attention.kernels.triton_kernels import dq_kernel
 
         q, k, v, out, lse = saved
-        numbers = (*_strides(q, k, v, out, dout, dq), lse.stride(0))
-        with _on(q.device):
-            for launch in self.launches["dq"]:
-                tensors = (q, k, v, out, dout, lse, delta, dq, launch.tiles, self.q_segments)
-                run_kernel(
-                    dq_kernel, launch.grid, *tensors, *numbers, *launch.numbers, self.shape.scale, **launch.options
-                )
+        numbers, tensors = (*_strides(q, k, v, out, dout, dq), lse.stride(0)), (q, k, v, out, dout, lse, delta, dq)
+        self._run("dq", dq_kernel, tensors, self.q_segments, numbers, self.shape.scale)
 
     def dkdv_into(
         self, dout: torch.Tensor, saved: Saved, delta: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> None:
         """Write dk and dv, given the delta of `dq_into`."""
-        from seqloom.attention.kernels.triton_kernels import dkdv_kernel, run_kernel
+        from seqloom.attention.kernels.triton_kernels import dkdv_kernel
 
         q, k, v, _, lse = saved
-        numbers = (*_strides(q, k, v, dout, dk, dv), lse.stride(0))
-        with _on(k.device):
-            for launch in self.launches["dkdv"]:
-                tensors = (q, k, v, dout, lse, delta, dk, dv, launch.tiles, self.k_segments)
-                run_kernel(
-                    dkdv_kernel, launch.grid, *tensors, *numbers, *launch.numbers, self.shape.scale, **launch.options
-                )
+        numbers, tensors = (*_strides(q, k, v, dout, dk, dv), lse.stride(0)), (q, k, v, dout, lse, delta, dk, dv)
+        self._run("dkdv", dkdv_kernel, tensors, self.k_segments, numbers, self.shape.scale)
+
+    def _run(
+        self,
+        kind: Kind,
+        kernel: Any,
+        tensors: tuple[torch.Tensor, ...],
+        segments: torch.Tensor,
+        numbers: tuple[Any, ...],
+        scale: float,
+    ) -> None:
+        """Launch a kernel for every Config in use, on the device of the tensors."""
+        from seqloom.attention.kernels.triton_kernels import run_kernel
+
+        with _on(segments.device):
+            for launch in self.launches[kind]:
+                arguments = (*tensors, launch.tiles, segments, *numbers, len(launch.tiles), launch.side, scale)
+                run_kernel(kernel, launch.grid, *arguments, **launch.options)
 
     def _empty_result(self, like: torch.Tensor, covered: int) -> torch.Tensor:
         """Return a buffer for results; rows in no segment are 0."""
         make: Callable[..., torch.Tensor] = torch.empty if len(like) == covered else torch.zeros
-        return make(like.shape, dtype=self.dtype, device=like.device)
+        return make(like.shape, dtype=self.shape.dtype, device=like.device)
 
 
 def _unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -472,12 +472,6 @@ _MERGED_ROWS = 32  # of one program
 
 
 @triton.jit
-def _weigh(lses, top):
-    """Return e^(lse - top), 0 for -inf."""
-    return tl.exp(lses - tl.where(top == float("-inf"), 0.0, top))
-
-
-@triton.jit
 def _read_part(part_lse, head, row, begin, end):
     """Load the log-sum-exps of one part, -inf for rows it does not have."""
     return tl.load(part_lse + head * (end - begin) + row - begin, (row >= begin) & (row < end), float("-inf"))
@@ -485,12 +479,13 @@ def _read_part(part_lse, head, row, begin, end):
 
 # Numbers that follow the batch are not specialised, and so cannot be in tuples: a new one must not compile anything.
 @triton.jit(do_not_specialize=["begin_0", "begin_1", "begin_2", "begin_3", "end_0", "end_1", "end_2", "end_3", "rows"])
-def _merge_outputs_kernel(
-    outs,
-    lses,
+def _merge_kernel(
+    parts,
     strides,
-    out,
-    lse,
+    lses,
+    total,
+    total_stride,
+    total_lse,
     begin_0,
     end_0,
     begin_1,
@@ -505,122 +500,87 @@ def _merge_outputs_kernel(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
+    """Write the sum of parts [rows of the part, heads, DIM] for some rows of one head.
+
+    WEIGHTED: parts are outputs, weighed by e^lse; writes the log-sum-exp too. Else they are gradients, without lses.
+    """
     program = tl.program_id(0)
     head = (program % HEADS).to(tl.int64)
     start = program // HEADS * ROWS
     row = start + tl.arange(0, ROWS)
     begins, ends = (begin_0, begin_1, begin_2, begin_3), (end_0, end_1, end_2, end_3)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    for part in tl.static_range(COUNT):
-        top = tl.maximum(top, _read_part(lses[part], head, row, begins[part], ends[part]))
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    column = tl.arange(0, WIDTH)[None, :]
-    for part in tl.static_range(COUNT):
-        weight = _weigh(_read_part(lses[part], head, row, begins[part], ends[part]), top)
-        total += weight
-        own = (row - begins[part])[:, None].to(tl.int64)
-        there = (own >= 0) & (own < ends[part] - begins[part]) & (column < DIM)
-        pointers = outs[part] + head * strides[part][1] + own * strides[part][0] + column
-        acc += tl.load(pointers, mask=there, other=0.0).to(tl.float32) * weight[:, None]
-    total = tl.where(top == float("-inf"), 1.0, total)
-    store_rows(out + head * DIM, (HEADS * DIM,), start, rows, acc / total[:, None], ROWS, DIM, WIDTH)
-    tl.store(lse + head * rows + row, top + tl.log(total), mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["begin_0", "begin_1", "begin_2", "begin_3", "end_0", "end_1", "end_2", "end_3", "rows"])
-def _add_gradients_kernel(
-    parts,
-    strides,
-    total,
-    total_stride,
-    begin_0,
-    end_0,
-    begin_1,
-    end_1,
-    begin_2,
-    end_2,
-    begin_3,
-    end_3,
-    rows,
-    COUNT: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    head = (program % HEADS).to(tl.int64)
-    start = program // HEADS * ROWS
-    row = start + tl.arange(0, ROWS)
-    begins, ends = (begin_0, begin_1, begin_2, begin_3), (end_0, end_1, end_2, end_3)
+    if WEIGHTED:
+        for part in tl.static_range(COUNT):
+            top = tl.maximum(top, _read_part(lses[part], head, row, begins[part], ends[part]))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     column = tl.arange(0, WIDTH)[None, :]
     for part in tl.static_range(COUNT):
         own = (row - begins[part])[:, None].to(tl.int64)
         there = (own >= 0) & (own < ends[part] - begins[part]) & (column < DIM)
         pointers = parts[part] + head * strides[part][1] + own * strides[part][0] + column
-        acc += tl.load(pointers, mask=there, other=0.0).to(tl.float32)
+        values = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.exp(_read_part(lses[part], head, row, begins[part], ends[part]) - base)
+            weights += weight
+            values = values * weight[:, None]
+        acc += values
+    if WEIGHTED:
+        weights = tl.where(top == float("-inf"), 1.0, weights)
+        acc = acc / weights[:, None]
+        tl.store(total_lse + head * rows + row, top + tl.log(weights), mask=row < rows)
     store_rows(total + head * total_stride[1], total_stride, start, rows, acc, ROWS, DIM, WIDTH)
 
 
 def merge_outputs(parts: Sequence[PartialOutput], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lse.merge_outputs`; at most `MAX_PARTS` parts, lse in float32."""
-    _check_count(parts)
-    heads, dim = parts[0].out.shape[1:]
-    out = torch.empty(rows, heads, dim, dtype=dtype, device=parts[0].out.device)
-    lse = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
-    outs = tuple(part.out for part in parts)
+    out = parts[0].out.new_empty((rows, *parts[0].out.shape[1:]), dtype=dtype)
+    lse = torch.empty(out.shape[1], rows, dtype=torch.float32, device=out.device)
     lses = tuple(part.lse.contiguous() for part in parts)  # small; a copy of its own is always aligned
-    strides = tuple(one.stride()[:2] for one in outs)
-    ends = _row_ends([(part.first_row, len(part.out)) for part in parts])
-    grid, options = _merge_options(rows, heads, dim)
-    if rows:
-        run_kernel(_merge_outputs_kernel, grid, outs, lses, strides, out, lse, *ends, rows, COUNT=len(outs), **options)
+    _merge([PartialGradient(part.out, part.first_row) for part in parts], out, lses, lse)
     return out, lse
 
 
 def add_gradients(parts: Sequence[PartialGradient], rows: int, dtype: torch.dtype) -> torch.Tensor:
     """See `lse.add_gradients`; at most `MAX_PARTS` parts."""
-    _check_count(parts)
-    like = parts[0].gradient
-    total = torch.empty(rows, *like.shape[1:], dtype=dtype, device=like.device)
-    _add(parts, total)
+    total = parts[0].gradient.new_empty((rows, *parts[0].gradient.shape[1:]), dtype=dtype)
+    _merge(parts, total)
     return total
 
 
 def accumulate(total: torch.Tensor, gradient: torch.Tensor, fresh: bool) -> None:
     """See `lse.accumulate`."""
     own = PartialGradient(gradient, 0)
-    _add([own] if fresh else [PartialGradient(total, 0), own], total)
+    _merge([own] if fresh else [PartialGradient(total, 0), own], total)
 
 
-def _add(parts: Sequence[PartialGradient], total: torch.Tensor) -> None:
-    """Write the sum of gradients; one may be `total` itself, whose elements are read before they are written."""
-    rows, heads, dim = total.shape
-    gradients = tuple(part.gradient for part in parts)
-    strides = tuple(gradient.stride()[:2] for gradient in gradients)
-    ends = _row_ends([(part.first_row, len(part.gradient)) for part in parts])
-    grid, options = _merge_options(rows, heads, dim)
-    if rows:
-        tensors = (gradients, strides, total, total.stride()[:2])
-        run_kernel(_add_gradients_kernel, grid, *tensors, *ends, rows, COUNT=len(gradients), **options)
-
-
-def _check_count(parts: Sequence[object]) -> None:
+def _merge(
+    parts: Sequence[PartialGradient],
+    total: torch.Tensor,
+    lses: tuple[torch.Tensor, ...] | None = None,
+    total_lse: torch.Tensor | None = None,
+) -> None:
+    """Write the sum of parts, weighed where there are lses; one part may be `total`, which is read before written."""
     if not 1 <= len(parts) <= MAX_PARTS:
         raise SeqloomError(f"{len(parts)} results to merge: one pass takes 1 to {MAX_PARTS}; merge in several passes")
-
-
-def _row_ends(places: Sequence[tuple[int, int]]) -> list[int]:
-    """First row and one past the last of every part, and of empty ones up to `MAX_PARTS`."""
-    ends = [number for begin, length in places for number in (begin, begin + length)]
-    return ends + [0, 0] * (MAX_PARTS - len(places))
-
-
-def _merge_options(rows: int, heads: int, dim: int) -> tuple[tuple[int], dict[str, int]]:
-    """Return the grid, heads of the same rows side by side, and the compile-time arguments."""
-    width = max(16, 1 << (dim - 1).bit_length())
-    options = {"HEADS": heads, "DIM": dim, "WIDTH": width, "ROWS": _MERGED_ROWS, "num_warps": 4}
-    return (-(-rows // _MERGED_ROWS) * heads,), options
+    rows, heads, dim = total.shape
+    tensors = tuple(part.gradient for part in parts)
+    strides = tuple(tensor.stride()[:2] for tensor in tensors)
+    ends = [n for part in parts for n in (part.first_row, part.first_row + len(part.gradient))]
+    ends += [0, 0] * (MAX_PARTS - len(parts))
+    options = {
+        "COUNT": len(parts),
+        "HEADS": heads,
+        "DIM": dim,
+        "WIDTH": max(16, 1 << (dim - 1).bit_length()),
+        "ROWS": _MERGED_ROWS,
+        "WEIGHTED": lses is not None,
+        "num_warps": 4,
+    }
+    if rows:  # heads of the same rows run side by side
+        arguments = (tensors, strides, lses, total, total.stride()[:2], total_lse, *ends, rows)
+        run_kernel(_merge_kernel, (-(-rows // _MERGED_ROWS) * heads,), *arguments, **options)

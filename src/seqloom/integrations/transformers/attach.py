@@ -13,7 +13,6 @@ attention layer, also when a layer is recomputed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,9 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context, attention_context
-from seqloom.dist.token_layout import TokenRedistribute, redistribute_tokens
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.checks import check, unwrap
+from seqloom.integrations.transformers.layers import remap_layers, tp_layers
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
     check_positions,
@@ -32,10 +31,8 @@ from seqloom.integrations.transformers.parts import (
     pad_empty,
     split_decoder,
 )
-from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan, tp_layers
+from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
-from seqloom.models.recompute import LayerWrapper
-from seqloom.plan import Remap
 
 NAME = "seqloom"
 """Under which our functions are registered in transformers."""
@@ -52,15 +49,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Head(NamedTuple):
-    """The output projection.
+    """The output projection."""
 
-    Attributes:
-        weight: [vocabulary, hidden], the parameter itself.
-        tied: whether it is the embedding's parameter too.
-    """
-
-    weight: nn.Parameter
-    tied: bool
+    weight: nn.Parameter  # [vocabulary, hidden], the parameter itself
+    tied: bool  # whether it is the embedding's parameter too
 
 
 def attach(model: Model) -> Model:
@@ -340,79 +332,3 @@ def _check_position_ids(positions: torch.Tensor | None, context: Context) -> Non
             f"position_ids of shape {list(positions.shape)} are not the positions of this rank's tokens in their "
             f"documents; pass position_ids=context.positions[None]: {CALL}"
         )
-
-
-# Rounds that remap tokens around the MLP: an MLP is not given the context, its layer is. So a layer puts hooks on its
-# MLP while it runs and removes them after: one moves tokens to the linear layout, one moves the result back. Nothing is
-# left behind for a call with another context.
-
-NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "ffn")
-"""Names that layers of transformers give their MLPs."""
-WAY_OUT = "plan with remap 'attention', which moves tokens around attention instead"
-
-
-def remap_layers(layers: Iterable[nn.Module]) -> None:
-    """Make decoder layers run their MLPs where the context of each call says; doing it again changes nothing."""
-    for layer in layers:
-        LayerWrapper.of(layer).hooks["mlp_redistribute"] = _mlp_hooks
-
-
-def _mlp_hooks(layer: nn.Module, context: Context) -> ExitStack | None:
-    """Put hooks on the MLPs of a layer for a round that redistributes tokens around them."""
-    if context.work.linear is None or context.work.remap != Remap.MLP:
-        return None
-    found = [part for name, part in layer.named_children() if name in NAMES]
-    if not found:
-        raise SeqloomError(
-            f"{type(layer).__name__} in a round that remaps around the MLP: none of its parts is called "
-            f"{', '.join(NAMES)}, so its MLP is not known; {WAY_OUT}"
-        )
-    if context.mlp_redistribute is None:  # nothing of this rank's shard group moves
-        return None
-    hooks = ExitStack()
-    for part in found:
-        around = _Around(part, context.mlp_redistribute, context.tokens)
-        hooks.callback(part.register_forward_pre_hook(around.before, with_kwargs=True).remove)
-        hooks.callback(part.register_forward_hook(around.after).remove)
-    return hooks
-
-
-class _Around:
-    """The hooks of one MLP for one call of its layer."""
-
-    def __init__(self, part: nn.Module, crossing: TokenRedistribute, tokens: int) -> None:
-        self._name, self._crossing, self._tokens = type(part).__name__, crossing, tokens
-
-    def before(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        """Move the one tensor among the arguments to the linear layout."""
-        tensors = [each for each in (*args, *options.values()) if isinstance(each, torch.Tensor)]
-        if len(tensors) != 1:
-            raise SeqloomError(
-                f"{self._name} is called with {len(tensors)} tensors in a round that remaps around it: what they are "
-                f"to each other is not known here; {WAY_OUT}"
-            )
-        moved = _moved(self._crossing, tensors[0], self._tokens)
-
-        def given(each: Any) -> Any:
-            return moved if each is tensors[0] else each
-
-        return tuple(map(given, args)), {name: given(each) for name, each in options.items()}
-
-    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Move what came out back: a tensor, or the first of several, of which others are not per token."""
-        first = output[0] if isinstance(output, tuple) else output
-        moved = _moved(self._crossing.reversed(), first, sum(self._crossing.to_target.receives))
-        return (moved, *output[1:]) if isinstance(output, tuple) else moved
-
-
-def _moved(crossing: TokenRedistribute, x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Move the rows of x [1, rows, hidden] or [rows, hidden]; `pad_empty` says what stands for no rows."""
-    flat = x.flatten(0, -2)
-    if len(flat) != max(rows, 1):
-        raise SeqloomError(
-            f"{list(x.shape)} in or out of an MLP, where {rows} tokens are: it does not treat every token by itself; "
-            f"{WAY_OUT}"
-        )
-    (moved,) = redistribute_tokens(crossing, drop_padding(flat, rows))
-    moved = pad_empty(moved)
-    return moved[None] if x.ndim == 3 else moved

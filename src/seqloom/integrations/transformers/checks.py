@@ -4,7 +4,7 @@ Every check below is a generator, given the model as the user has it (perhaps wr
 transformers inside; it yields where it finds the feature. Modules count for more than the config, since configs carry
 keys that a model does not use. `check` runs all of them before anything else runs and lists every reason with its way
 out. What only shows in a call (a batch, a cache, a mask, a window that a layer does not pass on) is refused by
-`attention.attention_function`, before anything is sent.
+`attach.attention_function`, before anything is sent.
 """
 
 from __future__ import annotations
@@ -35,19 +35,12 @@ Find = Callable[[nn.Module, Any], Iterable[str]]
 
 
 class Refusal(NamedTuple):
-    """A feature that is refused.
-
-    Attributes:
-        name: of the feature.
-        why: what would be wrong with the result.
-        way_out: what to do instead.
-        find: given the model and the language model in it, yields where the feature is.
-    """
+    """A feature that is refused."""
 
     name: str
-    why: str
+    why: str  # what would be wrong with the result
     way_out: str
-    find: Find
+    find: Find  # given the model and the language model in it, yields where the feature is
 
 
 REFUSALS: list[Refusal] = []
@@ -267,7 +260,7 @@ def _virtual_tokens(model: nn.Module, causal: Any) -> Iterator[str]:
 
 @_refuse("router noise", "the noise would depend on the plan", "load with this jitter set to 0.0 in the config")
 def _router_noise(model: nn.Module, causal: Any) -> Iterator[str]:
-    yield from (text for _, text in _numbers(causal, "jitter"))
+    yield from (f"{where} = {value}" for where, value in _numbers(causal, "jitter"))
 
 
 @_refuse(
@@ -323,19 +316,13 @@ def _layer_types(causal: Any) -> list[str]:
 
 def _dropouts_of(kind: str, model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the dropouts of one kind above 0 in modules, after the keys of the config that set them."""
-    places = [f"{name} = {module.p}" for name, module in _dropout_modules(model) if _dropout_kind(name) == kind]
-    for word in ("dropout", "layerdrop"):
-        places += [text for where, text in _numbers(model, word) if _dropout_kind(where) == kind]
+    modules = [(name, module.p) for name, module in model.named_modules() if isinstance(module, _DropoutNd)]
+    numbers = [*modules, *_numbers(model, "dropout"), *_numbers(model, "layerdrop")]
+    places = [f"{where} = {value}" for where, value in numbers if value and _dropout_kind(where) == kind]
     for key, value in config.items() if places else ():
         if "drop" in key and type(value) in (int, float) and value and _dropout_kind(key) == kind:
             yield f"{key} = {value} in the config"
     yield from places
-
-
-def _dropout_modules(model: nn.Module) -> Iterator[tuple[str, _DropoutNd]]:
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p:
-            yield name, module
 
 
 def _dropout_kind(where: str) -> str:
@@ -346,10 +333,9 @@ def _dropout_kind(where: str) -> str:
     return "attention" if ATTENTION.search(parent if own == "dropout" else own) else "other"
 
 
-def _numbers(model: nn.Module, word: str) -> Iterator[tuple[str, str]]:
-    """Yield (where, where and value) of numbers other than 0 that modules keep under a name with this word."""
+def _numbers(model: nn.Module, word: str) -> Iterator[tuple[str, float]]:
+    """Yield (where, value) of numbers other than 0 that modules keep under a name with this word."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if word in key and isinstance(value, int | float) and value:
-                where = f"{name}.{key}".lstrip(".")
-                yield where, f"{where} = {value}"
+                yield f"{name}.{key}".lstrip("."), value

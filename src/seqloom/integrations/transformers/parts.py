@@ -31,19 +31,12 @@ class StageSplitError(Exception):
 
 
 class CallValues(NamedTuple):
-    """What arguments of a decoder's children are taken from.
+    """What arguments of a decoder's children are taken from."""
 
-    Attributes:
-        hidden: [1, tokens, hidden].
-        positions: int64[1, tokens].
-        context: of the round.
-        tables: results of the children that ran before the first layer.
-    """
-
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    context: Context
-    tables: tuple[Any, ...]
+    hidden: torch.Tensor  # [1, tokens, hidden]
+    positions: torch.Tensor  # int64[1, tokens]
+    context: Context  # of the round
+    tables: tuple[Any, ...]  # results of the children that ran before the first layer
 
 
 ArgumentSource = Callable[[CallValues], Any]
@@ -65,19 +58,12 @@ class ChildCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderParts:
-    """A decoder in parts.
+    """A decoder in parts."""
 
-    Attributes:
-        embedding: of tokens.
-        tables: calls whose results layers are given, made before the first layer.
-        layers: the call of every layer.
-        norm: the final one.
-    """
-
-    embedding: nn.Module
-    tables: tuple[ChildCall, ...]
+    embedding: nn.Module  # of tokens
+    tables: tuple[ChildCall, ...]  # made before the first layer; layers are given their results
     layers: tuple[ChildCall, ...]
-    norm: nn.Module
+    norm: nn.Module  # the final one
 
     def embed(self, ids: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the input of the first layer, [tokens, hidden], for token ids int64[tokens]."""

@@ -1,4 +1,6 @@
-"""Who computes which pairs of query and key: the zigzag ring on paper, without tensors.
+"""Rules about how groups share attention: in which order, by which method, over which NICs, and every pair once.
+
+That every pair of query and key is computed once follows from the zigzag ring as a table of chunks, without tensors.
 
 A group with ring r cuts every span into 2 r chunks; index i holds chunk i, its low one, and chunk 2 r - 1 - i, its high
 one. When the keys of index j come by, index i computes
@@ -36,27 +38,15 @@ if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
 
 
-class Tiles(NamedTuple):
-    """Rectangles of a causal attention matrix, as columns with one entry per tile.
+class ChunkTiles(NamedTuple):
+    """Rectangles of a causal attention matrix in chunks of one span, as columns with one entry per tile.
 
     Attributes:
         index: ring index that computes it.
-        document: whose tokens these are.
-        q_start, q_stop, k_start, k_stop: positions in the document.
+        query: query chunk.
+        first, last: key chunks `first .. last - 1`.
         causal: bool, later keys are hidden; queries and keys are then the same tokens.
     """
-
-    index: Column
-    document: Column
-    q_start: Column
-    q_stop: Column
-    k_start: Column
-    k_stop: Column
-    causal: np.ndarray
-
-
-class ChunkTiles(NamedTuple):
-    """The same in chunks of one span: a query chunk and a run of key chunks, `first .. last - 1`."""
 
     index: Column
     query: Column
@@ -108,30 +98,6 @@ def wrong_chunks(ring: int, method: Method) -> tuple[int, int] | None:
         if len(wrong):
             return int(wrong[0, 0]), int(wrong[0, 1])
     return None
-
-
-def group_tiles(group: Group) -> Tiles:
-    """Return all tiles that a group computes, without empty ones; tiles with the prefix of a span come last."""
-    document, start, stop = np.array(group.spans, dtype=np.int64).reshape(-1, 3).T
-    chunks = 1 if group.ring == 1 else 2 * group.ring
-    base, extra = np.divmod(stop - start, chunks)
-    number = np.arange(chunks + 1)
-    edges = start[:, None] + number * base[:, None] + np.minimum(number, extra[:, None])  # [spans, chunks + 1]
-    table = chunk_tiles(group.ring, group.method)
-    inside = (edges[:, table.query], edges[:, table.query + 1], edges[:, table.first], edges[:, table.last])
-    holder = np.minimum(number[:-1], chunks - 1 - number[:-1])
-    zero = np.zeros_like(edges[:, :-1])
-    prefix = (edges[:, :-1], edges[:, 1:], zero, zero + start[:, None])
-    parts = []
-    for rows, index, causal in ((inside, table.index, table.causal), (prefix, holder, np.zeros(chunks, dtype=bool))):
-        used = (rows[1] > rows[0]) & (rows[3] > rows[2])
-        heads = (index, np.broadcast_to(document[:, None], used.shape), *rows, causal)
-        parts.append([np.broadcast_to(column, used.shape)[used] for column in heads])
-    return Tiles(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-
-# ---- merged: plan.check_routes
-# Rules about how groups share their work: in which order, by which method, over which cards, and every pair once.
 
 
 _KINDS = ("between nodes", "inside a node", "of one rank")

@@ -1,4 +1,4 @@
-"""Rules about documents, limits, stages and groups: everything that can be said without looking at tokens."""
+"""Rules about documents, limits, stages, groups and tensor degrees: everything that needs no look at tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
 
 
-MOST_RANKS = 2**20
-"""More ranks than this are a slip of the pen; refused before anything is listed per rank."""
+MAX_RANKS = 2**20
+"""More ranks than this are a typing error; refused before anything is listed per rank."""
 
 
 def stage_batches(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, StageMicroBatch]]:
-    """Yield ((pipeline, round, stage), Stage, Work) of the whole plan."""
+    """Yield ((pipeline, round, stage), its Stage, its StageMicroBatch) of the whole plan."""
     for p, pipeline in enumerate(plan.pipelines):
         for r, current in enumerate(pipeline.rounds):
             for s, share in enumerate(current.by_stage):
@@ -29,7 +29,7 @@ def stage_batches(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, Sta
 
 
 def place(where: tuple[int, int, int]) -> str:
-    """Name a place for a message."""
+    """Name a pipeline, round and stage in a message."""
     return f"pipeline {where[0]} round {where[1]} stage {where[2]}"
 
 
@@ -58,47 +58,34 @@ def limits(plan: Plan) -> None:
     for name, value in {**numbers, "communicators": own.communicators}.items():
         least = 0 if name == "communicators" else 1
         if not whole_numbers([value]) or value < least:
-            raise violation(
-                "limits",
-                f"{name} is {value!r}",
-                f"a whole number of at least {least}",
-                f"use {least} or more",
-            )
-    if own.ranks > MOST_RANKS:
+            must = f"a whole number of at least {least}"
+            raise violation("limits", f"{name} is {value!r}", must, f"use {least} or more")
+    if own.ranks > MAX_RANKS:
         value = f"{own.ranks} ranks"
-        raise violation("limits", value, f"a plan has at most {MOST_RANKS} ranks", f"use {MOST_RANKS} or fewer")
+        raise violation("limits", value, f"a plan has at most {MAX_RANKS} ranks", f"use {MAX_RANKS} or fewer")
     if own.ranks % own.node_size:
         nearest = max(1, round(own.ranks / own.node_size)) * own.node_size
         value = f"{own.ranks} ranks in nodes of {own.node_size}"
         raise violation("limits", value, "ranks are a whole number of nodes", f"use {nearest} ranks")
     names = [checkpoint for checkpoint, _ in own.capacity]
     if not names or len(set(names)) < len(names) or not set(names) <= set(Checkpoint):
-        raise violation(
-            "limits", f"capacity is given for {names}", "every checkpoint at most once", _options(Checkpoint)
-        )
+        value = f"capacity is given for {names}"
+        raise violation("limits", value, "every checkpoint at most once", f"choose among {', '.join(Checkpoint)}")
     for checkpoint, tokens in own.capacity:
         if not whole_numbers([tokens]) or tokens < 1:
             value = f"capacity of checkpoint {checkpoint} is {tokens!r} tokens"
             raise violation("limits", value, "at least 1 token per rank and round", "raise the memory budget")
     for kind, chosen in ((Sharding, plan.sharding), (Reduce, plan.reduce)):
         if chosen not in list(kind):
-            raise violation(
-                "limits",
-                f"{kind.__name__.lower()} is {chosen!r}",
-                "it is one of a fixed list",
-                _options(kind),
-            )
-
-
-def _options(kind: type[Checkpoint] | type[Sharding] | type[Reduce]) -> str:
-    return f"choose among {', '.join(kind)}"
+            value = f"{kind.__name__.lower()} is {chosen!r}"
+            raise violation("limits", value, "it is one of a fixed list", f"choose among {', '.join(kind)}")
 
 
 def stage_ranks(plan: Plan) -> None:
     """Pipelines have stages, stages have ranks of the world; two stages have the same ranks or none in common.
 
     Only stages of one pipeline may have the same ranks. So ranks that share parameter shards (a shard group is a
-    host or a part of it) are in the same rounds without a rule of their own.
+    pipeline rank or a part of it) are in the same rounds without a rule of their own.
     """
     owner: dict[int, tuple[int, int]] = {}
     if not plan.pipelines:
@@ -115,7 +102,7 @@ def stage_ranks(plan: Plan) -> None:
 
 
 def _claim(owner: dict[int, tuple[int, int]], here: tuple[int, int], ranks: tuple[int, ...], world: int) -> None:
-    """Enter the ranks of a host, named by its first stage."""
+    """Enter the ranks of a pipeline rank, named by its first stage."""
     name = f"pipeline {here[0]} stage {here[1]}"
     for rank in ranks:
         if not whole_numbers([rank]) or not 0 <= rank < world:
@@ -154,8 +141,10 @@ def work(plan: Plan) -> None:
     for p, pipeline in enumerate(plan.pipelines):
         for r, current in enumerate(pipeline.rounds):
             if len(current.by_stage) != len(pipeline.stages):
-                value = f"pipeline {p} round {r} has {len(current.by_stage)} Work for {len(pipeline.stages)} stages"
-                raise violation("work", value, "a round has one Work per stage", f"give {len(pipeline.stages)}")
+                value = f"pipeline {p} round {r} has {len(current.by_stage)} shares for {len(pipeline.stages)} stages"
+                raise violation(
+                    "work", value, "a round has one StageMicroBatch per stage", f"give {len(pipeline.stages)}"
+                )
     for where, _, share in stage_batches(plan):
         if not share.groups or not all(group.spans for group in share.groups):
             what = "no groups" if not share.groups else "a group without documents"
@@ -183,14 +172,10 @@ def group_shape(plan: Plan) -> None:
     for where, _, share in stage_batches(plan):
         for g, group in enumerate(share.groups):
             degree = len(group.ranks)
-            if (
-                group.ulysses * group.ring == degree
-                and group.ulysses >= 1
-                and whole_numbers((group.ulysses, group.ring))
-            ):
+            shape = group.ulysses, group.ring
+            if group.ulysses * group.ring == degree and group.ulysses >= 1 and whole_numbers(shape):
                 continue
-            divisors = [size for size in range(1, degree + 1) if degree % size == 0]
-            nearest = min(divisors, key=lambda size: (abs(size - group.ulysses), size))
+            nearest = min(_divisors(degree), key=lambda size: (abs(size - group.ulysses), size))
             value = f"{place(where)} group {g} has ulysses {group.ulysses} x ring {group.ring} on {degree} ranks"
             way_out = f"use ulysses {nearest} x ring {degree // nearest}"
             raise violation("group-shape", value, "ulysses x ring is the number of ranks", way_out)
@@ -226,25 +211,21 @@ def family(plan: Plan) -> None:
                 raise violation("family", value, must, way_out)
 
 
-# ---- merged: plan.check_teams
-# Rules about tensor degrees: teams of a stage's ranks share its weights, and its groups are made of whole teams.
-
-
 def tensor(plan: Plan) -> None:
     """The tensor degree divides a stage's ranks and the heads, and is an inner part of every group's Ulysses axis.
 
-    A rank holds the same part of the weights in all rounds: groups keep the stage's tensor ranks together. They compute
-    linear layers together, so these have no layout of their own, and slices of the weights pass keys on by themselves.
+    A rank holds the same slice of the weights in all rounds, so groups consist of whole TP groups of the stage. The
+    ranks of a TP group compute linear layers together: these have no layout of their own, and keys have no route.
     """
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            _degree(f"pipeline {p} stage {s} has tensor degree {stage.tensor}", stage, plan.limits.heads)
+            _check_degree(f"pipeline {p} stage {s} has tensor degree {stage.tensor}", stage, plan.limits.heads)
     for where, stage, share in stage_batches(plan):
         if stage.tensor > 1:
-            _groups(place(where), stage, share)
+            _check_tp_groups(place(where), stage, share)
 
 
-def _degree(value: str, stage: Stage, heads: int) -> None:
+def _check_degree(value: str, stage: Stage, heads: int) -> None:
     """Refuse a degree that does not divide the ranks, or the query heads."""
     for on, count, what in (("on", len(stage.ranks), "ranks of the stage"), ("for", heads, "query heads")):
         if stage.tensor < 1 or count % stage.tensor:
@@ -252,12 +233,10 @@ def _degree(value: str, stage: Stage, heads: int) -> None:
             raise violation("tensor", f"{value} {on} {count} {what}", "it divides them", f"use {nearest}")
 
 
-def _groups(where: str, stage: Stage, share: StageMicroBatch) -> None:
-    degree, together = stage.tensor, _cut(stage.ranks, stage.tensor)
+def _check_tp_groups(where: str, stage: Stage, share: StageMicroBatch) -> None:
+    degree, tp_groups = stage.tensor, _tp_groups(stage.ranks, stage.tensor)
     if share.linear is not None:
-        must = (
-            f"the ranks of a team, {degree} here, compute linear layers together, on the tokens they have in attention"
-        )
+        must = f"the {degree} ranks of a TP group compute linear layers together, on the tokens they have in attention"
         way_out = "leave the linear layout out, or use tensor degree 1"
         raise violation("tensor", f"{where} has a linear layout", must, way_out)
     for g, group in enumerate(share.groups):
@@ -266,17 +245,17 @@ def _groups(where: str, stage: Stage, share: StageMicroBatch) -> None:
             value = f"{name} has ulysses {group.ulysses}, tensor degree {degree}"
             must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
             raise violation("tensor", value, must, f"use ulysses {-(-group.ulysses // degree) * degree}")
-        strange = [part for part in _cut(group.ranks, degree) if part not in together]
+        strange = [part for part in _tp_groups(group.ranks, degree) if part not in tp_groups]
         if strange:
             must = f"tensor ranks are the stage's ranks cut every {degree}"
-            nearest = next(part for part in together if strange[0][0] in part)
+            nearest = next(part for part in tp_groups if strange[0][0] in part)
             raise violation("tensor", f"{name} has {list(strange[0])} as tensor ranks", must, f"use {list(nearest)}")
         if group.route is not None:
             must = f"keys of each of the {degree} slices of the weights go from rank to rank"
             raise violation("tensor", f"{name} has a route", must, "leave the route out, or use tensor degree 1")
 
 
-def _cut(ranks: tuple[int, ...], size: int) -> dict[tuple[int, ...], None]:
+def _tp_groups(ranks: tuple[int, ...], size: int) -> dict[tuple[int, ...], None]:
     return dict.fromkeys(ranks[k : k + size] for k in range(0, len(ranks), size))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.errors import violation
-from seqloom.layout.boxes import Column, merge_touching
+from seqloom.layout.boxes import merge_touching
 from seqloom.layout.layout import Layout
 from seqloom.layout.move import move_between
 from seqloom.plan.group import Method
@@ -63,7 +63,7 @@ def pieces(plan: Plan) -> None:
     """The pieces of a document are in different rounds of one pipeline, on the same ranks in the same shape.
 
     Keys and values of earlier pieces stay where they were computed, and a later piece reads them there. With a ring
-    they go round beside the piece's own, from rank to rank.
+    they are passed around beside the piece's own.
     """
     home: dict[tuple[int, int], tuple[object, ...]] = {}
     seen: dict[tuple[int, int], tuple[int, int]] = {}
@@ -109,13 +109,13 @@ def stage_spans(plan: Plan) -> None:
 
 
 def capacity(plan: Plan) -> None:
-    """No rank holds more tokens in a round than its checkpoint allows, documents rounded up to the granule.
+    """No rank holds more tokens in a round than its checkpoint allows, documents rounded up to the `pad_multiple`.
 
     A group of degree d with T tokens puts ceil(T / d) on each of its ranks; a rank in several groups holds
     their sum.
     """
     allowed = dict(plan.limits.capacity)
-    granule = plan.limits.pad_multiple
+    pad = plan.limits.pad_multiple
     for where, _, share in stage_batches(plan):
         most = allowed.get(share.checkpoint)
         if most is None:
@@ -124,22 +124,22 @@ def capacity(plan: Plan) -> None:
             raise violation("capacity", value, must, f"choose among {', '.join(allowed)}")
         held: dict[int, int] = {}
         for group in share.groups:
-            tokens = sum([-(-(stop - start) // granule) for _, start, stop in group.spans]) * granule
+            tokens = sum([-(-(stop - start) // pad) for _, start, stop in group.spans]) * pad
             each = -(-tokens // len(group.ranks))
             for rank in group.ranks:
                 held[rank] = held.get(rank, 0) + each
         if max(held.values()) > most:
             rank = next(rank for rank, tokens in held.items() if tokens > most)
-            raise _too_full(place(where), rank, held[rank], most, share)
+            raise _over_capacity(place(where), rank, held[rank], most, share)
         for layout in (share.attention, share.linear):
             if layout is not None and len(layout):
                 load = np.bincount(layout.rank, weights=layout.sizes)
                 if load.max() > most:
                     rank = int(load.argmax())
-                    raise _too_full(place(where), rank, int(load[rank]), most, share)
+                    raise _over_capacity(place(where), rank, int(load[rank]), most, share)
 
 
-def _too_full(here: str, rank: int, held: int, most: int, share: StageMicroBatch) -> Exception:
+def _over_capacity(here: str, rank: int, held: int, most: int, share: StageMicroBatch) -> Exception:
     value = f"{here} puts {held} tokens on rank {rank}"
     must = f"checkpoint {share.checkpoint} allows {most} tokens per rank and round"
     return violation("capacity", value, must, f"spread {held - most} of them over more ranks or over other rounds")
@@ -163,30 +163,25 @@ def layouts(plan: Plan) -> None:
                 value = f"{here} uses rank {min(foreign)}, which is not in the stage"
                 raise violation("layouts", value, "tokens stay in their stage", f"use ranks among {list(stage.ranks)}")
             if not _same_tokens(layout, share):
-                value = f"{here} holds {int(layout.sizes.sum())} tokens of {_tokens(share)}, or other ones"
+                tokens = sum(group.tokens for group in share.groups)
+                value = f"{here} holds {int(layout.sizes.sum())} tokens of {tokens}, or other ones"
                 must = "an explicit layout holds every token of the round on exactly one rank"
                 raise violation("layouts", value, must, f"leave the {name} layout out to have it derived")
         if share.attention is not None:
-            _refuse_strangers(place(where), share.attention, share)
-
-
-def _tokens(share: StageMicroBatch) -> int:
-    return sum(group.tokens for group in share.groups)
+            _check_documents(place(where), share.attention, share)
 
 
 def _same_tokens(layout: Layout, share: StageMicroBatch) -> bool:
+    """Compare intervals joined where they touch, whoever holds them; overlaps stay, so replication shows."""
     item, start, stop = np.array(list(share.spans()), dtype=np.int64).T
-    wanted = _joined(item, start, stop)
-    held = _joined(layout.item, layout.start, layout.stop)
+    wanted, held = (
+        merge_touching([np.zeros_like(columns[0]), *columns], keys=2)
+        for columns in ((item, start, stop), (layout.item, layout.start, layout.stop))
+    )
     return all(map(np.array_equal, held, wanted))
 
 
-def _joined(item: Column, start: Column, stop: Column) -> list[Column]:
-    """Join intervals that touch, whoever holds them; overlaps stay apart, so replication shows."""
-    return merge_touching([np.zeros_like(item), item, start, stop], keys=2)
-
-
-def _refuse_strangers(here: str, layout: Layout, share: StageMicroBatch) -> None:
+def _check_documents(here: str, layout: Layout, share: StageMicroBatch) -> None:
     allowed = {(rank, span[0]) for group in share.groups for rank in group.ranks for span in group.spans}
     for rank, document in zip(layout.rank.tolist(), layout.item.tolist(), strict=True):
         if (rank, document) not in allowed:

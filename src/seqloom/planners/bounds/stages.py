@@ -25,12 +25,13 @@ import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.communication import GroupTraffic
+from seqloom.cost.plan_cost import step_overhead
 from seqloom.cost.resharding import reshard_times, unshard_times_by_stage
 from seqloom.cost.shapes import STREAMS
 from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.one_stage import PRECISION, lower_bound
 from seqloom.planners.bounds.prices import ROUNDED, shape_rates
-from seqloom.simulate.microbatch import stage_layer_ranges, step_overhead
+from seqloom.simulate.microbatch import stage_layer_ranges
 
 
 def plan_bound(plan: Plan, cost: CostModel) -> int | None:

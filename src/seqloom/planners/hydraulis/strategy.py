@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqloom.errors import SeqloomError
+from seqloom.reader import parse_json, read_bool, read_integer, read_integers, read_object
 
 
 class ParallelConfig(NamedTuple):
@@ -95,19 +96,13 @@ class PipelineConfig:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> PipelineConfig:
         """Read what `as_dict` gave."""
-        wanted = {*_DEGREES, "ranks", "longest"}
-        if not isinstance(entry, Mapping) or set(entry) - {"gathered"} != wanted:
-            given = sorted(entry) if isinstance(entry, Mapping) else entry
-            raise SeqloomError(f"a pipeline of a strategy has {', '.join(sorted(wanted))}; given: {given}")
-        numbers = [*(entry[name] for name in (*_DEGREES, "longest")), *entry["ranks"]]
-        wrong = [value for value in numbers if type(value) is not int]
-        if wrong:
-            raise SeqloomError(f"a pipeline of a strategy has {wrong[0]!r} where a whole number belongs")
-        gathered = entry.get("gathered", False)
-        if type(gathered) is not bool:
-            raise SeqloomError(f"a pipeline of a strategy has {gathered!r} for gathered; give true or false")
-        parallel = ParallelConfig(*(entry[name] for name in _DEGREES), reshard_after_forward=gathered)
-        return cls(parallel, tuple(entry["ranks"]), entry["longest"])
+        where = "a pipeline of a strategy"
+        fields = read_object(entry, where, sorted((*_DEGREES, "ranks", "longest")), ("gathered",))
+        degrees = [read_integer(fields[name], f"{where}: {name}") for name in _DEGREES]
+        gathered = read_bool(fields.get("gathered", False), f"{where}: gathered")
+        parallel = ParallelConfig(*degrees, reshard_after_forward=gathered)
+        ranks = read_integers(fields["ranks"], f"{where}: ranks")
+        return cls(parallel, ranks, read_integer(fields["longest"], f"{where}: longest"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +155,7 @@ def strategies_to_json(strategies: Iterable[Strategy]) -> str:
 
 def strategies_from_json(text: str) -> tuple[Strategy, ...]:
     """Read what `strategies_to_json` wrote; other keys beside ``strategies`` are ignored."""
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SeqloomError(f"strategies: not JSON ({error}); write the file with seqloom propose --json") from None
+    content = parse_json(text, "the list of strategies")
     listed = content.get("strategies") if isinstance(content, Mapping) else None
     if not isinstance(listed, Sequence) or not listed:
         raise SeqloomError(

@@ -1,14 +1,14 @@
-"""What every micro-batch recomputes or offloads on every stage: times and memory of micro-batches, and the choice.
+"""Activation recomputation and offloading in a pipeline: choose the policy of every micro-batch on every stage.
 
-`MicroBatchCosts` prices all micro-batches on all stages at once, with the simulator's numbers up to what several groups
-of a micro-batch put on one NIC. `ActivationMemory` walks along the actions of a pp_rank. Where activations exceed the
-memory, the micro-batch in flight for which storing less costs the least time per byte takes a cheaper policy. That
-never asks for more memory elsewhere than a micro-batch needs while it is worked on, which the next walk sees.
+`MicroBatchCosts` prices all micro-batches on all stages at once, as the simulator does except for contention of a
+micro-batch's groups on one NIC. `ActivationMemory` walks along the actions of a pp_rank. Where activations exceed the
+memory, it changes the policy of the micro-batch in flight that saves memory for the least time per byte. A new policy
+may raise the transient memory of its micro-batch elsewhere; the next walk accounts for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,24 +16,26 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
-from seqloom.cost.memory import kv_cache_bytes, offload_ns, pp_rank_bytes
+from seqloom.cost.memory import offload_ns, pp_rank_bytes
 from seqloom.cost.plan_cost import COST_COLUMNS, rank_costs, rank_times, scale_to_layers
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.pipeline.long_sequences import StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import Schedule, Times
+from seqloom.schedules.memory import UnitMemory, memory_walk
+from seqloom.simulate.memory import KVCacheChanges, kv_cache_changes
 from seqloom.simulate.microbatch import FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
 
 WALKS = 8
-"""Walks along a row of actions before it is given up."""
+"""Walks along a row of actions, at most, to make it fit."""
 
 Choice = np.ndarray
 """int64[stages, micro-batches]: index of the policy of every micro-batch on every stage."""
 
 
 class ActivationPolicy(NamedTuple):
-    """How a stage stores the activations of a micro-batch: what it recomputes, and whether it offloads the rest."""
+    """Which activations of a micro-batch a stage recomputes, and whether it offloads the others."""
 
     checkpoint: Checkpoint
     offload: bool = False
@@ -41,9 +43,9 @@ class ActivationPolicy(NamedTuple):
 
 def policies_of(limits: Limits) -> tuple[ActivationPolicy, ...]:
     """Policies that a plan may use, the fastest first; those that offload come last."""
-    known = [checkpoint for checkpoint, _ in limits.capacity]
-    offloaded = [c for c in (Checkpoint.FULL, Checkpoint.STAGE, Checkpoint.PROFILE) if c in known]
-    return (*map(ActivationPolicy, known), *(ActivationPolicy(c, offload=True) for c in offloaded))
+    checkpoints = [checkpoint for checkpoint, _ in limits.capacity]
+    offloaded = [c for c in (Checkpoint.FULL, Checkpoint.STAGE, Checkpoint.PROFILE) if c in checkpoints]
+    return (*map(ActivationPolicy, checkpoints), *(ActivationPolicy(c, offload=True) for c in offloaded))
 
 
 def stage_micro_batch(
@@ -58,14 +60,6 @@ def stage_micro_batch(
     return StageMicroBatch(sort_groups(placed, cost.node_size), policy.checkpoint, offload=policy.offload)
 
 
-class KVBytes(NamedTuple):
-    """Keys and values of sequences in pieces. int64[stages, micro-batches] bytes on the fullest rank."""
-
-    begun: np.ndarray  # come with a micro-batch's forward
-    returning: np.ndarray  # gradients that come with its backward
-    done: np.ndarray  # both, freed after it
-
-
 class MicroBatchCosts:
     """Times and memory of micro-batches on every stage; computed on first use."""
 
@@ -77,17 +71,18 @@ class MicroBatchCosts:
         lengths: np.ndarray,
         policies: Sequence[ActivationPolicy],
     ) -> None:
-        """Micro-batches are priced as if each had ranks of its own."""
+        """Place all micro-batches on the ranks of the first stage."""
         self.cost, self.layout, self.micro_batches, self.lengths = cost, layout, micro_batches, lengths
         self.policies = tuple(policies)
-        parts = [stage_micro_batch(cost, layout, groups, 0, self.policies[0]) for groups in micro_batches.groups]
-        self._groups: list[Group] = [group for part in parts for group in part.groups]
-        self._owner = np.repeat(np.arange(len(parts)), [len(part.groups) for part in parts])
+        placed = [stage_micro_batch(cost, layout, groups, 0, self.policies[0]) for groups in micro_batches.groups]
+        self._placed = [part.groups for part in placed]
+        self._groups: list[Group] = [group for groups in self._placed for group in groups]
+        self._owner = np.repeat(np.arange(len(placed)), list(map(len, self._placed)))
         self._tables: dict[Checkpoint, np.ndarray] = {}
         self._times: dict[ActivationPolicy, Times] = {}
 
     def times(self, choice: Choice) -> Times:
-        """int64[stages, micro-batches] ns of forward, input half and weight half, each under its own policy."""
+        """int64[stages, micro-batches] ns of forward, input half and weight half under the chosen policies."""
         first = int(choice.flat[0])
         if (choice == first).all():
             return self.times_under(self.policies[first])
@@ -97,8 +92,8 @@ class MicroBatchCosts:
         return Times(*picked, split_overhead=times[0].split_overhead)
 
     def times_under(self, policy: ActivationPolicy) -> Times:
-        """Times with all micro-batches under one policy; stages of equal sizes are priced once."""
-        if policy == ActivationPolicy(Checkpoint.STAGE):  # running the stage again is running its layers again
+        """Times with all micro-batches under one policy; equal stages are priced once."""
+        if policy == ActivationPolicy(Checkpoint.STAGE):  # recomputing a stage is recomputing its layers
             return self.times_under(ActivationPolicy(Checkpoint.FULL))
         if policy not in self._times:
             ranges = self.layout.layer_ranges
@@ -113,7 +108,7 @@ class MicroBatchCosts:
         return self._times[policy]
 
     def _stage_times(self, layers: LayerRange, policy: ActivationPolicy) -> tuple[np.ndarray, ...]:
-        """int64[micro-batches] each of forward, input half, weight half on one stage."""
+        """int64[micro-batches] ns each of forward, input half and weight half, on one stage."""
         width, count = self.layout.ranks_per_stage, len(self.micro_batches.groups)
         table = scale_to_layers(layers, self._table(policy.checkpoint))
         degrees = np.array([len(group.ranks) for group in self._groups])
@@ -134,7 +129,7 @@ class MicroBatchCosts:
         return tuple(share_between(length, low, high) for low, high in pairwise(edges))
 
     def _table(self, checkpoint: Checkpoint) -> np.ndarray:
-        """int64[groups, len(COST_COLUMNS)]: cost parts of all groups, all layers."""
+        """int64[groups, len(COST_COLUMNS)] ns of all groups, all layers."""
         checkpoint = Checkpoint.FULL if checkpoint == Checkpoint.STAGE else checkpoint
         if checkpoint not in self._tables:
             policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
@@ -144,42 +139,34 @@ class MicroBatchCosts:
     @cached_property
     def tokens(self) -> np.ndarray:
         """int64[micro-batches]: tokens on the fullest rank."""
-        held = np.zeros((len(self.micro_batches.groups), self.layout.ranks_per_stage), dtype=np.int64)
+        tokens = np.zeros((len(self._placed), self.layout.ranks_per_stage), dtype=np.int64)
         for number, group in zip(self._owner.tolist(), self._groups, strict=True):
             edges = self.cost.padded_lengths(np.array([(start, stop) for _, start, stop in group.spans]))
-            held[number, list(group.ranks)] += -(-int((edges[:, 1] - edges[:, 0]).sum()) // group.degree)
-        return held.max(axis=1)
+            tokens[number, list(group.ranks)] += -(-int((edges[:, 1] - edges[:, 0]).sum()) // group.degree)
+        return tokens.max(axis=1)
 
     @cached_property
     def message_ns(self) -> int:
-        """ns of a message between stages: the median micro-batch's, between the first two."""
+        """ns of the message of a median micro-batch between the first two stages."""
         order = np.argsort(self.tokens, kind="stable")
         return self.cost.stage_message_ns(int(self.tokens[order[len(order) // 2]]), *self.layout.stages[:2])
 
     @cached_property
-    def kv_bytes(self) -> KVBytes:
-        """Keys and values that stages hold for sequences in pieces."""
-        shape = (3, len(self.layout.layer_ranges), len(self.micro_batches.groups), self.layout.ranks_per_stage)
-        begun, returning, done = found = np.zeros(shape, dtype=np.int64)
-        for number, group in zip(self._owner.tolist(), self._groups, strict=True):
-            ranks = list(group.ranks)
-            for document, start, stop in group.spans:
-                length = int(self.lengths[document])
-                if stop - start == length:
-                    continue
-                for stage, layers in enumerate(self.layout.layer_ranges):
-                    keys, gradients = kv_cache_bytes(self.cost, layers, group, length)
-                    begun[stage, number, ranks] += keys if start == 0 else 0
-                    done[stage, number, ranks] += keys + gradients if start == 0 else 0
-                    returning[stage, number, ranks] += gradients if stop == length else 0
-        return KVBytes(*found.max(axis=3))
+    def kv_bytes(self) -> KVCacheChanges:
+        """int64[stages, micro-batches] bytes on the fullest rank."""
+        by_size = {}
+        sizes = [layers.stop - layers.first for layers in self.layout.layer_ranges]
+        for size, layers in dict(zip(sizes, self.layout.layer_ranges, strict=True)).items():
+            changes = [kv_cache_changes(self.cost, layers, groups, self.lengths) for groups in self._placed]
+            by_size[size] = np.array(changes).max(axis=2)
+        return KVCacheChanges(*np.stack([by_size[size] for size in sizes]).transpose(2, 0, 1))
 
 
 class ActivationMemory:
-    """Bytes that micro-batches hold on the fullest rank under every policy, and the choice of policies that fit."""
+    """Bytes of micro-batches on the fullest rank under every policy, and the choice of policies that fit."""
 
     def __init__(self, costs: MicroBatchCosts, limits: Limits) -> None:
-        """`limits` say how many tokens of a micro-batch a rank may hold under each checkpointing."""
+        """`limits` give the capacity of a rank under every checkpointing."""
         self.costs = costs
         cost, layout, policies = costs.cost, costs.layout, costs.policies
         shard_group = layout.shard_group_size(cost)
@@ -191,131 +178,111 @@ class ActivationMemory:
         per_token = np.array(
             [[cost.memory.activation_bytes(layers, *policy) for layers in layout.layer_ranges] for policy in policies]
         )
-        by_kind = np.moveaxis(per_token, 2, 0)  # [kind of `ActivationBytes`, policy, stage]
-        self._bytes = np.ceil(by_kind[..., None] * costs.tokens)
-        self._lists = self._bytes.tolist()
-        self._kv = [column.tolist() for column in costs.kv_bytes]
+        columns = np.ceil(np.moveaxis(per_token, 2, 0)[..., None] * costs.tokens)
+        self._bytes = UnitMemory(*columns)  # float64[policies, stages, micro-batches] each
+        self._lists = columns.tolist()
+        self._kv_lists = [column.tolist() for column in costs.kv_bytes]
+
+    @cached_property
+    def _total_ns(self) -> list[list[list[int]]]:
+        """Forward and backward of [policy][stage][micro-batch]."""
+        return [np.sum(self.costs.times_under(policy)[:3], axis=0).tolist() for policy in self.costs.policies]
 
     def held(self, choice: Choice) -> np.ndarray:
         """int64[stages, micro-batches]: bytes from forward to backward.
 
-        Keys and values of a sequence count by its pieces' tokens, rounded up.
+        Every piece counts its share, by tokens and rounded up, of the keys and values of its sequence.
         """
-        tokens, begun = self.costs.tokens, self.costs.kv_bytes.begun
-        keys = np.zeros_like(begun)
+        tokens, allocated = self.costs.tokens, self.costs.kv_bytes.kv
+        shares = np.zeros_like(allocated)
         sequence = np.array([unit.sequence for unit in self.costs.micro_batches.units])
-        for each in np.unique(sequence):
-            own = sequence == each
+        for number in np.unique(sequence):
+            own = sequence == number
             total = max(1, int(tokens[own].sum()))
-            keys[:, own] = -(-begun[:, own].sum(axis=1)[:, None] * tokens[own] // total)
-        return self._at(0, choice).astype(np.int64) + keys
+            shares[:, own] = -(-allocated[:, own].sum(axis=1)[:, None] * tokens[own] // total)
+        return _chosen(self._bytes.held, choice).astype(np.int64) + shares
 
     def caps(self, choice: Choice) -> list[int]:
-        """Bytes that micro-batches may hold on every pp_rank beside the one that runs and gradients that return.
+        """Bytes that micro-batches in flight may hold on every pp_rank, beside transient memory and KV gradients.
 
-        A backward in halves needs nothing more, unless `fuses_backward` says that it should be whole.
+        A split backward needs nothing more, except where `fuses_backward`.
         """
-        transient = np.maximum(self._at(1, choice), self._at(2, choice))
-        most = transient.max(axis=1) + self.costs.kv_bytes.returning.max(axis=1)
-        stages = list(zip(most.tolist(), self.costs.layout.pp_rank_of_stage, strict=True))
-        return [
-            int(free - max(own for own, place in stages if place == pp_rank)) for pp_rank, free in enumerate(self.free)
-        ]
+        transient = np.maximum(_chosen(self._bytes.forward, choice), _chosen(self._bytes.backward, choice))
+        most = transient.max(axis=1) + self.costs.kv_bytes.kv_grad.max(axis=1)
+        pp_ranks = np.array(self.costs.layout.pp_rank_of_stage)
+        return [int(free - most[pp_ranks == pp_rank].max()) for pp_rank, free in enumerate(self.free)]
 
     def fuses_backward(self, choice: Choice) -> np.ndarray:
-        """bool[stages, micro-batches]: whether a backward in halves would hold more from I to W than before."""
-        return self._at(3, choice) > self._at(0, choice)
-
-    def _at(self, kind: int, choice: Choice) -> np.ndarray:
-        """float64[stages, micro-batches]: one kind of holding, every micro-batch under its own policy."""
-        return np.take_along_axis(self._bytes[kind], choice[None], axis=0)[0]
+        """bool[stages, micro-batches]: whether a split backward would hold more from I to W than before it."""
+        return _chosen(self._bytes.deferred, choice) > _chosen(self._bytes.held, choice)
 
     def peaks(self, schedule: Schedule, choice: Choice) -> list[float]:
-        """Peak bytes of micro-batches on every pp_rank, beyond its state."""
+        """Peak bytes of micro-batches on every pp_rank."""
         chosen = choice.tolist()
         return [self._peak(row, chosen) for row in schedule.rows]
 
     def fit(self, schedule: Schedule, choice: Choice) -> Choice | None:
-        """Take cheaper policies than `choice` has until every pp_rank fits; None where none is enough.
+        """Change policies to ones that store less until every pp_rank fits; None if that is not enough.
 
-        Offloading is used only where recomputing is not enough.
+        Policies that offload are used only where recomputing is not enough.
         """
-        times = [self.costs.times_under(policy) for policy in self.costs.policies]
-        total = [(each.forward + each.backward_input + each.backward_weight).tolist() for each in times]
         recomputing = sum(not policy.offload for policy in self.costs.policies)
         chosen = choice.tolist()
         for row, free in zip(schedule.rows, self.free, strict=True):
-            if not any(self._fit_row(row, chosen, free, total[:count]) for count in (recomputing, len(total))):
+            if not any(self._fit_row(row, chosen, free, count) for count in (recomputing, len(self.costs.policies))):
                 return None
         return np.array(chosen, dtype=np.int64)
 
-    def _fit_row(
-        self, row: Sequence[Action], chosen: list[list[int]], free: int, total: Sequence[list[list[int]]]
-    ) -> bool:
-        """Change the policies of one pp_rank until it fits, by those that have times, [policy][stage][micro-batch]."""
+    def _fit_row(self, row: Sequence[Action], chosen: list[list[int]], free: int, policies: int) -> bool:
+        """Change the policies of one pp_rank, among the first `policies`, until it fits; return whether it does."""
         for _ in range(WALKS):
             if self._peak(row, chosen) <= free:
                 return True
-            if not self._lower(row, chosen, free, total):
+            if not self._lower(row, chosen, free, policies):
                 return False
         return False
 
     def _peak(self, row: Sequence[Action], chosen: list[list[int]]) -> float:
-        live = most = 0.0
-        for action in row:
-            live, peak = self._step(action, chosen, live)
-            most = max(most, peak)
-        return most
+        return max((max(peak, after) for _, peak, after in self._walk(row, chosen)), default=0.0)
 
-    def _step(self, action: Action, chosen: list[list[int]], live: float) -> tuple[float, float]:
-        """(bytes after an action, peak while it runs)."""
-        s, u = action.stage, action.round or 0
-        policy = chosen[s][u]
-        held, forward, backward, deferred, split = (kind[policy][s][u] for kind in self._lists)
-        if action.kind is ActionKind.F:
-            live += held + self._kv[0][s][u]
-            return live, live + forward
-        if action.kind is ActionKind.W:
-            return live - deferred, live
-        live += self._kv[1][s][u]
-        halves = action.kind is ActionKind.I
-        peak = live + backward + (split if halves else 0)
-        live += (deferred if halves else 0) - held - self._kv[2][s][u]
-        return live, max(peak, live)
+    def _walk(self, row: Sequence[Action], chosen: list[list[int]]) -> Iterator[tuple[Action, float, float]]:
+        """Yield (action, bytes at its peak, bytes after it); the caller may change `chosen` on the way."""
 
-    def _lower(
-        self, row: Sequence[Action], chosen: list[list[int]], free: int, total: Sequence[list[list[int]]]
-    ) -> bool:
-        """Walk a row once; wherever it holds too much, let micro-batches store less. Return whether any does."""
-        live: float = 0
+        def unit_of(action: Action) -> UnitMemory:
+            s, u = action.stage, action.round or 0
+            policy = chosen[s][u]
+            return UnitMemory(*(kind[policy][s][u] for kind in self._lists), *(kv[s][u] for kv in self._kv_lists))
+
+        return memory_walk(row, unit_of)
+
+    def _lower(self, row: Sequence[Action], chosen: list[list[int]], free: int, policies: int) -> bool:
+        """Walk a row once; where it exceeds the memory, change policies in flight. Return whether any changed."""
+        saved = 0.0
         in_flight: dict[tuple[int, int], None] = {}
-        changed = False
-        for action in row:
+        for action, peak, after in self._walk(row, chosen):
             key = action.stage, action.round or 0
-            live, peak = self._step(action, chosen, live)
             if action.kind is ActionKind.F:
                 in_flight[key] = None
-            while peak > free:
-                saving = self._cheapest(in_flight, chosen, total)
-                if saving is None:
-                    return changed
-                s, u, policy, saved = saving
+            while max(peak, after) - saved > free:
+                change = self._cheapest(in_flight, chosen, policies)
+                if change is None:
+                    return saved > 0
+                s, u, policy, bytes_saved = change
                 chosen[s][u] = policy
-                changed = True
-                live, peak = live - saved, peak - saved
+                saved += bytes_saved
             if action.kind in (ActionKind.B, ActionKind.I):
                 in_flight.pop(key, None)
-        return changed
+        return saved > 0
 
     def _cheapest(
-        self, in_flight: Iterable[tuple[int, int]], chosen: list[list[int]], total: Sequence[list[list[int]]]
+        self, in_flight: Iterable[tuple[int, int]], chosen: list[list[int]], policies: int
     ) -> tuple[int, int, int, float] | None:
         """(stage, micro-batch, policy, bytes saved) of the change that costs the least time per byte it saves."""
         best: tuple[float, tuple[int, int, int, float]] | None = None
-        held = self._lists[0]
+        held, total = self._lists[0], self._total_ns
         for s, u in in_flight:
             now = chosen[s][u]
-            for policy in range(now + 1, len(total)):
+            for policy in range(now + 1, policies):
                 saved = held[now][s][u] - held[policy][s][u]
                 if saved <= 0 or not self._allowed[policy][u]:
                     continue
@@ -323,3 +290,8 @@ class ActivationMemory:
                 if best is None or price < best[0]:
                     best = price, (s, u, policy, saved)
         return None if best is None else best[1]
+
+
+def _chosen(table: np.ndarray, choice: Choice) -> np.ndarray:
+    """float64[stages, micro-batches]: entries of float64[policies, stages, micro-batches] under the chosen policies."""
+    return np.take_along_axis(table, choice[None], axis=0)[0]

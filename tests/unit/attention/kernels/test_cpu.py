@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from seqloom.attention.kernels.cpu import MASKED_QUERIES, CpuFlash, Reference
 from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.masks import Segments
-from seqloom.testing.oracle import attention_truth, difference
+from support.oracle import attention_truth, difference
 from support.segment_cases import SCALE, Case, kernel_errors, random_tensors, segment_cases
 
 torch.set_num_threads(1)

@@ -97,16 +97,16 @@ def errors(segments, rows, columns, heads=2, kv_heads=1, dim=16, dtype=torch.flo
     return [(far(one, right), far(other, right)) for one, other, right in pairs]
 
 
-PACK = [5, 3, 1, 40, 7, 9, 70, 1]
+PACK = [5, 3, 1, 20, 7, 9, 38, 1]
 OFFSETS = [(3, 40, 5, 30, -5), (50, 60, 31, 80, 39), (60, 64, 80, 84, 2), (64, 70, 0, 4, 0)]
 
 
 @pytest.mark.parametrize(
-    ("mask", "heads"), [({}, (2, 2)), ({}, (4, 2)), ({"causal": False}, (3, 1)), ({"window": 6}, (2, 1))], ids=str
+    ("mask", "heads"), [({}, (4, 2)), ({"causal": False}, (3, 1)), ({"window": 6}, (1, 1))], ids=str
 )
 def test_packed_documents(mask, heads):
     segments = Segments.packed(PACK, **mask)
-    assert max(mine for mine, _ in errors(segments, 136, 136, *heads)) < 1e-6
+    assert max(mine for mine, _ in errors(segments, sum(PACK), sum(PACK), *heads)) < 1e-6
 
 
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 9}], ids=str)
@@ -116,13 +116,13 @@ def test_offsets_and_rows_in_no_segment(mask):
 
 @pytest.mark.parametrize("dim", [16, 48])
 def test_half_precision_is_as_good_as_plain_torch(dim):
-    for mine, plain in errors(Segments.packed(PACK), 136, 136, dim=dim, dtype=torch.float16, views=True):
+    for mine, plain in errors(Segments.packed(PACK), sum(PACK), sum(PACK), 1, 1, dim, torch.float16, views=True):
         assert mine <= 2 * plain
 
 
 def test_random_segments():
     draw = np.random.default_rng(0)
-    for _ in range(6):
+    for _ in range(4):
         q = np.sort(draw.choice(60, 8, replace=False)).reshape(4, 2)
         k = draw.permutation(np.sort(draw.choice(90, 8, replace=False)).reshape(4, 2))
         causal = bool(draw.integers(2))
@@ -130,16 +130,6 @@ def test_random_segments():
         rows = [(*one, *other, draw.integers(-20, 60)) for one, other in zip(q, k, strict=True)]
         segments = Segments.of(rows, causal=causal, window=window)
         assert max(mine for mine, _ in errors(segments, 60, 90, heads=1)) < 1e-6
-
-
-def test_results_in_float32_of_half_precision_inputs():
-    segments = Segments.packed([20, 9])
-    shape = AttentionShape(1, 1, 16, torch.float16, torch.device("cpu"), 0.25)
-    prepared = TritonSegments(pick=pick, result_dtype=torch.float32).prepare(segments, shape)
-    q = torch.randn(29, 1, 16).half()
-    out, lse = prepared.forward(q, q, q)
-    results = [out, *prepared.backward(q, Saved(q, q, q, out, lse))]
-    assert [result.dtype for result in results] == [torch.float32] * 4
 
 
 def test_keys_in_two_parts_are_merged():

@@ -219,7 +219,7 @@ def test_documents_that_no_candidate_holds_are_refused():
         ("[]", "a list of strategies is"),
         ('{"strategies": []}', "at least one"),
         ('{"strategies": [{"pipelines": []}]}', "without pipelines"),
-        ('{"strategies": [{"pipelines": [{"stages": 1}]}]}', "has longest, ranks, ring"),
+        ('{"strategies": [{"pipelines": [{"stages": 1}]}]}', "its keys are longest, ranks, ring"),
         ('{"strategies": [3]}', "a strategy is"),
     ],
 )
@@ -234,7 +234,7 @@ def test_files_that_are_no_list_of_strategies_are_refused(text, why):
         ({"stages": 2}, "makes 2 ranks"),
         ({"tensor": 0}, "every degree is at least 1"),
         ({"longest": 0}, "holds 0 tokens"),
-        ({"ranks": [0.5]}, "0.5 where a whole number belongs"),
+        ({"ranks": [0.5]}, r"ranks\[0\] is 0.5; give a whole number"),
         ({"ranks": [1]}, "rank 1 is in two pipelines"),
     ],
 )

@@ -149,7 +149,7 @@ def test_micro_batches_are_priced_as_the_simulator_prices_them(sharding, policy)
     for stage, unit in product(range(4), range(len(made.units))):
         window = windows[MicroBatchKey(0, stage, unit)]
         longest = window.length.argmax()
-        found = [int(window.phase(kind).duration[longest]) for kind in KINDS]
+        found = [int(window.action(kind).duration[longest]) for kind in KINDS]
         assert found == [
             int(column[stage, unit]) for column in (times.forward, times.backward_input, times.split_weight)
         ]

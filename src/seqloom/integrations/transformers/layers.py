@@ -1,0 +1,177 @@
+"""Layers of transformers in rounds that move their tokens: to other ranks for the MLP, or within a TP group.
+
+Attention and MLP are not given the context of a round, their layer is. So a layer puts hooks on them while it runs and
+removes them after (`models.recompute.LayerWrapper`): nothing is left behind for a call with another context.
+
+    remap MLP          x -> [to the linear layout -> MLP -> back] -> x
+    tensor parallel    x -> [all-gather rows -> attention or MLP -> last projection -> reduce-scatter rows] -> x
+
+In a TP group attention gets the context of its context-parallel group, and a bias of the last projection is added once,
+after the sum. Tables of positions are of the group's tokens from the beginning, see `parts.check_positions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
+from seqloom.dist.token_layout import TokenRedistribute, redistribute_tokens
+from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers.parts import drop_padding, pad_empty
+from seqloom.integrations.transformers.tensor_parallel import Region
+from seqloom.models.recompute import LayerWrapper
+from seqloom.models.transformer import check_weight_shard
+from seqloom.plan import Remap
+
+MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "ffn")
+"""Names that layers of transformers give their MLPs."""
+REMAP_ATTENTION = "plan with remap 'attention', which moves tokens around attention instead"
+NO_TENSOR = "plan with tensor = 1"
+
+
+def remap_layers(layers: Iterable[nn.Module]) -> None:
+    """Make decoder layers run their MLPs where the context of each call says; doing it again changes nothing."""
+    for layer in layers:
+        LayerWrapper.of(layer).hooks["mlp_redistribute"] = _remap_hooks
+
+
+def tp_layers(layers: Sequence[nn.Module], regions: Sequence[tuple[Region, ...]]) -> None:
+    """Make decoder layers run in the TP group that the context of each call has; doing it again changes nothing.
+
+    Args:
+        layers: of a decoder.
+        regions: of each layer, see `tensor_plan`.
+    """
+    for layer, own in zip(layers, regions, strict=True):
+        LayerWrapper.of(layer).hooks["tensor_parallel"] = partial(_tp_hooks, own)
+
+
+def _remap_hooks(layer: nn.Module, context: Context) -> ExitStack | None:
+    """Put hooks on the MLPs of a layer for a round that redistributes tokens around them."""
+    if context.work.linear is None or context.work.remap != Remap.MLP:
+        return None
+    mlps = [part for name, part in layer.named_children() if name in MLP_NAMES]
+    if not mlps:
+        raise SeqloomError(
+            f"{type(layer).__name__} in a round that remaps around the MLP: none of its parts is called "
+            f"{', '.join(MLP_NAMES)}, so its MLP is not known; {REMAP_ATTENTION}"
+        )
+    redistribute, hooks = context.mlp_redistribute, ExitStack()
+    if redistribute is None:  # nothing of this rank's shard group moves
+        return None
+    for part in mlps:
+        before = partial(_move_to_linear, redistribute, context.tokens)
+        hooks.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(part.register_forward_hook(partial(_move_back, redistribute)).remove)
+    return hooks
+
+
+def _move_to_linear(
+    redistribute: TokenRedistribute, tokens: int, part: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Move the one tensor among the arguments of an MLP to the linear layout."""
+    tensors = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
+    if len(tensors) != 1:
+        raise SeqloomError(
+            f"{type(part).__name__} is called with {len(tensors)} tensors in a round that remaps around it: what they "
+            f"are to each other is not known here; {REMAP_ATTENTION}"
+        )
+    moved = _redistribute(redistribute, tensors[0], tokens)
+    return _replace(args, options, lambda value: moved if value is tensors[0] else value)
+
+
+def _move_back(redistribute: TokenRedistribute, _: nn.Module, __: Any, output: Any) -> Any:
+    """Move the output of an MLP back: a tensor, or the first of several, of which others are not per token."""
+    first, *others = output if isinstance(output, tuple) else (output,)
+    moved = _redistribute(redistribute.reversed(), first, sum(redistribute.to_target.receives))
+    return (moved, *others) if isinstance(output, tuple) else moved
+
+
+def _redistribute(redistribute: TokenRedistribute, x: torch.Tensor, tokens: int) -> torch.Tensor:
+    (moved,) = redistribute_tokens(redistribute, _token_rows(x, tokens, "an MLP", REMAP_ATTENTION))
+    return _shaped_like(x, moved)
+
+
+def _tp_hooks(regions: tuple[Region, ...], layer: nn.Module, context: Context) -> ExitStack | None:
+    """Put hooks on the regions of a layer for a round that it runs in a TP group."""
+    if context.tp_group is None:
+        return None
+    hooks, inside = ExitStack(), attention_context(context)
+    for region in regions:
+        before = partial(_gather_input, region, context, inside)
+        part = layer.get_submodule(region.name)
+        hooks.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
+        for path in region.rowwise:
+            last = layer.get_submodule(path)
+            after = partial(_sum_output, context, inside, hooks.enter_context(_without_bias(last)))
+            hooks.callback(last.register_forward_hook(after).remove)
+    return hooks
+
+
+def _gather_input(
+    region: Region, context: Context, inside: Context, part: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Gather the hidden states among the arguments over the TP group; replace the context by that of attention."""
+    first: Any = part.get_submodule(region.colwise[0].removeprefix(region.name + "."))
+    check_weight_shard(first.weight, first.out_features, context)
+    hidden = [value for value in (*args, *options.values()) if _is_hidden(value, first.in_features)]
+    if len(hidden) != 1:
+        raise SeqloomError(
+            f"{type(part).__name__} is called with {len(hidden)} tensors of hidden states in a TP group: it is not "
+            f"known which of them its weights are for; {NO_TENSOR}"
+        )
+    rows = _token_rows(hidden[0], context.tokens, "a part of a layer", NO_TENSOR)
+    gathered = _shaped_like(hidden[0], all_gather_rows(rows, context))
+    return _replace(
+        args, options, lambda value: gathered if value is hidden[0] else inside if value is context else value
+    )
+
+
+def _sum_output(
+    context: Context, inside: Context, bias: nn.Parameter | None, _: nn.Module, __: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """Sum the outputs of a last projection over the TP group, keep this rank's rows, and add the bias once."""
+    rows = _token_rows(output, inside.tokens, "a part of a layer", NO_TENSOR)
+    own = _shaped_like(output, reduce_scatter_rows(rows, context))
+    return own if bias is None else own + bias
+
+
+@contextmanager
+def _without_bias(linear: nn.Module) -> Generator[nn.Parameter | None]:
+    """Let a linear layer run without its bias, which is yielded."""
+    bias = linear._parameters["bias"]
+    linear._parameters["bias"] = None
+    try:
+        yield bias
+    finally:
+        linear._parameters["bias"] = bias
+
+
+def _is_hidden(value: Any, width: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[-1] == width
+
+
+def _replace(args: tuple[Any, ...], options: dict[str, Any], new: Callable[[Any], Any]) -> tuple[Any, Any]:
+    return tuple(map(new, args)), {name: new(value) for name, value in options.items()}
+
+
+def _token_rows(x: torch.Tensor, tokens: int, what: str, way_out: str) -> torch.Tensor:
+    """Return x [1, tokens, width] or [tokens, width] as [tokens, width], without the row of `pad_empty`."""
+    rows = x.flatten(0, -2)
+    if len(rows) != max(tokens, 1):
+        raise SeqloomError(
+            f"{list(x.shape)} in or out of {what}, where {tokens} tokens are: it does not treat every token by "
+            f"itself; {way_out}"
+        )
+    return drop_padding(rows, tokens)
+
+
+def _shaped_like(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [tokens, width] with as many axes as x, and the row of `pad_empty`."""
+    return pad_empty(rows)[None] if x.ndim == 3 else pad_empty(rows)

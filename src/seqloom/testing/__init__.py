@@ -1,1 +1,0 @@
-"""What tests of Seqloom, and of code that builds on it, can share."""

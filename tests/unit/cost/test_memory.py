@@ -1,0 +1,123 @@
+"""Memory by counting: parameters of stages, activations by checkpoint, state by sharding, tensor ranks, KV caches."""
+
+from functools import cache
+
+import pytest
+
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.memory import kv_cache_bytes, stage_parameters
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
+
+NONE = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
+ATTENTION, FEED_FORWARD, TABLE = 2 * 1024 * 128 * 12, 3 * 1024 * 4096, 32000 * 1024
+"""Weights of a layer that tensor ranks cut, and of embedding or head."""
+
+
+@cache
+def cost_of(tied=False, learned=False, sharding="full"):
+    shape = (9, 1024, 8, 4, 128, 4096, True, 32000, tied)
+    model = ModelSpec("small", *shape, learned_positions=learned)
+    return CostModel(Cluster.parse("2x4xH100"), model, sharding=sharding)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_of_the_stages_are_those_of_the_model(tied, learned):
+    cost = cost_of(tied, learned)
+    shares = [LayerRange(0, 2, 9), LayerRange(2, 7, 9), LayerRange(7, 9, 9)]
+    own = [stage_parameters(cost, share) for share in shares]
+    twice = cost.model.head_parameters if tied else 0  # the table is on the first and on the last stage
+    assert sum(own) == cost.model.parameters(384 * 1024) + twice
+    assert own[1] == sum(map(cost.model.layer_parameters, range(2, 7)))
+    assert stage_parameters(cost, LayerRange(0, 9, 9)) == cost.model.parameters(384 * 1024)
+
+
+def test_what_is_kept_falls_from_choice_to_choice():
+    memory, stage = cost_of().memory, LayerRange(3, 6, 9)
+    order = [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE]
+    held = [memory.activation_bytes(stage, checkpoint, offload=False).held for checkpoint in order]
+    assert held == sorted(held, reverse=True) and held[-1] == 2 * 1024  # the stage's input, bf16
+    assert held[2] == 3 * held[3]  # one input per layer
+    assert all(memory.activation_bytes(stage, checkpoint, offload=True).held == 0 for checkpoint in order)
+    whole = memory.activation_bytes(stage, Checkpoint.NONE, offload=False)
+    assert whole.deferred <= whole.held and whole.split == 0
+    again = memory.activation_bytes(stage, Checkpoint.STAGE, offload=False)
+    assert again.backward >= whole.held and again.split == again.deferred == whole.deferred
+
+
+def test_only_the_last_stage_has_logits():
+    cost = cost_of()
+    first, last = (cost.memory.working_bytes(LayerRange(*layers, 9)) for layers in ((0, 3), (6, 9)))
+    assert last - first == cost.profile.head_chunk * 32000 * 6
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 1, 4), (2, 1, 2), (4, 2, 1), (8, 1, 1), (1, 4, 4)])
+def test_keys_and_values_of_a_rank(ulysses, ring, heads):
+    """4 key/value heads of 128 for 8 query heads, 3 layers."""
+    group = Group(tuple(range(ulysses * ring)), ulysses, ring, ())
+    keys, gradients = kv_cache_bytes(cost_of(), LayerRange(0, 3, 9), group, 1000)
+    assert keys == 2 * 2 * heads * 128 * (1000 // ring) * 3 and gradients == 2 * keys
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_state_under_free_sharding_by_counting(tensor):
+    """2 + 4 bytes of what a rank computes with; 12 + 4 of an eighth of everything."""
+    cost = cost_of(sharding="free").with_tensor(tensor)
+    layer = (ATTENTION + FEED_FORWARD) // tensor + 2 * 1024
+    assert stage_parameters(cost, LayerRange(2, 5, 9)) == 3 * layer
+    assert stage_parameters(cost, LayerRange(0, 2, 9)) == 2 * layer + TABLE
+    everything = 9 * (ATTENTION + FEED_FORWARD + 2 * 1024) + 2 * TABLE + 1024
+    owned = -(-16 * everything // 8)
+    memory, stage = cost.memory, LayerRange(2, 5, 9)
+    everywhere = memory.working_bytes(LayerRange(0, 9, 9))
+    assert memory.fixed_bytes(NONE) == 6 * (9 * layer + 2 * TABLE + 1024) + everywhere
+    assert memory.idle_bytes == owned and memory.state_bytes(stage, 1) == 6 * 3 * layer
+    assert memory.working_bytes(stage) - int(cost.profile.workspace_gib * 1024**3) == owned + 4 * 2 * layer
+    on_four = cost.for_submesh(4, tensor).memory
+    assert on_four.working_bytes(stage) == memory.working_bytes(stage)  # masters lie on all ranks, not on the part's
+
+
+def test_what_tensor_ranks_keep_of_a_token():
+    """Both norms of all tokens of the tensor parallel group; while a layer runs, partial sums to and from it."""
+    one, two = (
+        cost_of(sharding="free").with_tensor(t).memory.activation_bytes(LayerRange(2, 5, 9), Checkpoint.NONE, False)
+        for t in (1, 2)
+    )
+    assert two.held - one.held == 3 * 2 * 2 * 1024
+    assert two.forward - one.forward == 2 * 2 * 2 * 1024
+    assert two.deferred - one.deferred == 3 * 2 * 4 * 1024  # and gradients of both halves' outputs
+    few = [
+        cost_of(sharding="free")
+        .with_tensor(t)
+        .memory.activation_bytes(LayerRange(2, 5, 9), Checkpoint.FULL, False)
+        .held
+        for t in (1, 4)
+    ]
+    assert few[0] == few[1] == 3 * 2 * 1024
+    tokens = [cost_of(sharding="free").with_tensor(t).memory.token_bytes(NONE) for t in (1, 2)]
+    assert tokens[1] - tokens[0] == 9 * 2 * 2 * 1024 + 2 * 2 * 2 * 1024
+
+
+def test_keys_of_a_document_in_pieces_are_those_of_a_ranks_heads():
+    group = Group(tuple(range(4)), 4, 1, ())
+    kept = {
+        kv_cache_bytes(cost_of(sharding="free").with_tensor(t), LayerRange(2, 5, 9), group, 1000) for t in (1, 2, 4)
+    }
+    assert kept == {(2 * 2 * 1 * 128 * 1000 * 3, 4 * 2 * 1 * 128 * 1000 * 3)}
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
+def test_other_shardings_split_what_they_shard(sharding):
+    """Each of two tensor ranks has half of the layers' matrices, and shards them with its peers in other groups."""
+    split = cost_of(sharding=sharding).with_tensor(2)
+    held = 9 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) + 2 * TABLE + 1024
+    groups = {"full": 4, "hybrid": 2, "none": 1}[sharding]
+    policy = NONE if sharding == "none" else NONE._replace(reduce=Reduce.ROUND)
+    two = 2 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024)  # layers gathered at a time, with their gradients
+    gathered = 0 if sharding == "none" else 2 * (two + 2 * TABLE) + 4 * two
+    working = split.memory.working_bytes(LayerRange(0, 9, 9))
+    assert split.memory.fixed_bytes(policy) == 18 * held // groups + gathered + working
+    assert split.shard_group_size == {"full": 8, "hybrid": 4, "none": 2}[sharding]
+    stage = split.memory.state_bytes(LayerRange(2, 5, 9), 1 if sharding == "none" else 4)
+    assert stage == 3 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) * (18 if sharding == "none" else 6 + 16 // 2)
