@@ -12,6 +12,7 @@ pytestmark = pytest.mark.distributed
 
 def test_both_planners_train_the_same_model(monkeypatch, fork_server):
     monkeypatch.setattr(demo, "CONFIG", demo.CONFIG.replace("steps = 24", "steps = 5"))
+    monkeypatch.setattr(demo, "TINY_MODEL", demo.TINY_MODEL.replace("layers = 4", "layers = 1"))
     monkeypatch.setattr(demo, "RANKS", 2)
     found = demo.train_twice(3, show=False)
     static, flex = ([step.loss for step in found[name]["steps"]] for name in ("static", "flex"))

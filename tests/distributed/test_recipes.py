@@ -43,7 +43,13 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
     return [word for override in words for word in ("--set", override)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [  # `test_strategies_switch_by_themselves` trains the slow one too
+        pytest.param(each, id=each.stem, marks=[pytest.mark.slow] if each.stem == "hydraulis-cpu" else [])
+        for each in RECIPES
+    ],
+)
 def test_it_trains(seqloom_here, recipe, tmp_path):
     result = seqloom_here("train", recipe, *overrides(recipe, tmp_path), "--ranks", "2", "--json")
     assert result.returncode == 0, result.stderr

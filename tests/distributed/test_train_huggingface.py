@@ -135,6 +135,7 @@ def test_a_finished_run_writes_a_model_that_was_lost(seqloom_here, place, two):
     assert (folder / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow  # float32 master weights and drawn parameters are tested on smaller worlds too
 def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(seqloom_here, place):
     fresh = place / "fresh"
     fresh.mkdir()

@@ -129,12 +129,15 @@ def test_changing_the_strategy_trains_the_same_model(place, static, switching):
 @pytest.mark.parametrize(
     ("begun", "name", "settings"),
     [
-        ("switching", "others", ()),
-        ("switching", "", ("plan.planner=static",)),
-        ("switching", "", ("pipeline.stages=2", "plan.sharding=free")),
-        ("static", "auto", ("plan.planner=hydraulis", "plan.sharding=free")),
+        pytest.param("switching", "others", (), id="another list"),
+        pytest.param("switching", "", ("plan.planner=static",), id="another sharding", marks=pytest.mark.slow),
+        pytest.param(
+            "switching", "", ("pipeline.stages=2", "plan.sharding=free"), id="one pipeline", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "static", "auto", ("plan.planner=hydraulis", "plan.sharding=free"), id="from another sharding to a proposal"
+        ),
     ],
-    ids=["another list", "another sharding", "one pipeline", "from another sharding to what is proposed"],
 )
 def test_checkpoints_go_on_with_another_list_and_another_sharding(
     gloo_pool, place, static, switching, begun, name, settings

@@ -26,9 +26,9 @@ def cost_of(nodes, gpus, sharding):
 
 
 @cache
-def splittable(nodes, gpus, sharding):
-    """A model that any small team can split."""
-    spec = replace(ModelSpec.load("qwen2.5-0.5b"), heads=840, kv_heads=840, head_dim=1, ffn=840)
+def splittable(nodes, gpus, sharding, layers):
+    """A model that tensor ranks of any small number can split."""
+    spec = ModelSpec("small", layers, 896, 840, 840, 1, 840, gated=True, vocabulary=151_936, tied=True)
     return CostModel(Cluster.of(nodes, gpus, "H200"), spec, sharding=sharding)
 
 
@@ -79,7 +79,7 @@ def test_one_stage_takes_exactly_the_closed_form(drawn):
     works = [current.by_stage[0] for current in plan.pipelines[0].rounds]
     times = [cost.round_times(work, MemoryPolicy(work.checkpoint, plan.reduce)).rank_ns.sum() for work in works]
     assert found.busy_ns.sum() + found.comm_ns.sum() == sum(times) + cost.ranks * found.end_ns
-    if not entry_has_lanes(parts):
+    if not entry_has_streams(parts):
         slack = sum(degree for degree, _ in parts)  # a rank in several groups: at most 1 ns each
         computing = {cost.step_overhead_ns(policy) - cost.step_communication_ns(policy) for _, policy in groups}
         end = (found.end_ns - max(computing)) * cost.ranks
@@ -87,7 +87,7 @@ def test_one_stage_takes_exactly_the_closed_form(drawn):
         assert abs(found.comm_ns.sum() - end - exchanged) <= slack
 
 
-def entry_has_lanes(parts):
+def entry_has_streams(parts):
     return any(entry.stream_ns[1] or entry.stream_ns[2] for _, entry in parts)
 
 
@@ -106,7 +106,7 @@ def test_any_valid_plan_runs_and_adds_up(plan):
 
 @given(plans(), st.data())
 def test_a_table_that_passes_the_rules_ends_and_one_that_does_not_is_stuck(plan, data):
-    """Move one action of one row. Under full sharding a host is one shard group: rule and simulator must agree."""
+    """Move one action of one row. Under full sharding a pipeline rank is one shard group: rule and simulator agree."""
     line = data.draw(st.sampled_from(plan.pipelines))
     rows = [list(row) for row in line.actions]
     row = data.draw(st.sampled_from(rows))
@@ -129,7 +129,8 @@ def test_a_table_that_passes_the_rules_ends_and_one_that_does_not_is_stuck(plan,
 def priced(plan):
     """The same plan under a cost model of its cluster, with a checkpoint and reduction that it knows."""
     own = plan.limits
-    cost = splittable(own.ranks // own.node_size, own.node_size, plan.sharding)
+    layers = plan.pipelines[0].stages[-1].layers[1]
+    cost = splittable(own.ranks // own.node_size, own.node_size, plan.sharding, layers)
     policy = cost.policies[-1]
     lines = []
     for line in plan.pipelines:
@@ -138,7 +139,8 @@ def priced(plan):
             for current in line.rounds
         )
         lines.append(replace(line, rounds=rounds))
-    return replace(plan, reduce=policy.reduce, pipelines=tuple(lines)), cost
+    limits = replace(own, heads=cost.model.heads)
+    return replace(plan, limits=limits, reduce=policy.reduce, pipelines=tuple(lines)), cost
 
 
 def in_turn(line):

@@ -28,7 +28,7 @@ LOGIT_BYTES = 16  # per vocabulary entry and token: logits out, float32 softmax,
 class LayerValues(NamedTuple):
     """Elements of one token in one layer."""
 
-    kept: int  # that backward reads when nothing is recomputed
+    saved: int  # for backward, when nothing is recomputed
     touched: int  # that elementwise work reads or writes in a forward
 
 
@@ -36,17 +36,17 @@ class LayerValues(NamedTuple):
 def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
     """One entry per layer: attention and feed-forward with their norms and residuals.
 
-    Kept: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
+    Saved: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
     attention reads it as the kernel left it, and the projection after it as it came back. Touched: a norm reads and
     writes, a residual reads two and writes one, rotary reads and writes q and k.
 
-    Tensor ranks keep the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
-    and their own part of the feed-forward they keep all these tokens, which is as much as all of it for their own.
+    Tensor ranks save the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
+    and their own part of the feed-forward they save all these tokens, which is as much as all of it for their own.
     """
     query, kv = query_width(model), kv_width(model)
-    kept = (2 + 2 * tensor) * model.hidden + 3 * query + 2 * kv
+    saved = (2 + 2 * tensor) * model.hidden + 3 * query + 2 * kv
     touched = 10 * model.hidden + 2 * (query + kv)
-    return tuple(LayerValues(kept + ffn.kept, touched + ffn.touched) for ffn in feed_forward_values(model))
+    return tuple(LayerValues(saved + ffn.saved, touched + ffn.touched) for ffn in feed_forward_values(model))
 
 
 def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:

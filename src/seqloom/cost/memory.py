@@ -152,9 +152,9 @@ class AnalyticMemory:
         query, kv, hidden = query_width(model), kv_width(model), model.hidden
         values = layer_values(model, tensor)[layers.first : layers.stop]
         statistics = 4 * model.heads  # log-sum-exp, float32
-        whole = [2 * layer.kept + statistics for layer in values]
+        whole = [2 * layer.saved + statistics for layer in values]
         outputs = 2 * (tensor - 1) * hidden  # gradients of both halves' outputs, gathered from the tensor ranks
-        deferred = float(sum(2 * (layer.kept - query + outputs) for layer in values))
+        deferred = float(sum(2 * (layer.saved - query + outputs) for layer in values))
         busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if layers.has_head else 0)
         busy += 2 * 2 * tensor * hidden if tensor > 1 else 0
         kept = {

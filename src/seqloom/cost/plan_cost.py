@@ -155,10 +155,7 @@ def rank_times(
     first rings first), and waiting for the network for the last member.
 
     Args:
-        parts: of every rank, see `rank_costs`, with the parts that follow the linear layout.
-        table: as there.
-        rank: as there.
-        group: as there.
+        parts: of every rank, with those that follow the linear layout; table, rank and group as in `rank_costs`.
         local: bool[groups], groups of one rank.
     """
     column = {name: table[:, index] for index, name in enumerate(COST_COLUMNS)}
@@ -298,15 +295,15 @@ def round_components(
         shard_group_of: number of every rank's shard group.
         meeting: ranks that meet before and after every pass, in one component.
     """
-    parties = [group.participants for group in work.groups]
+    together = [group.participants for group in work.groups]
     if work.linear is not None:
-        parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
-    parties += [meeting] * bool(meeting)
-    joined = join_shard_groups({shard_group_of[rank] for rank in party} for party in parties)
+        together += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
+    together += [meeting] * bool(meeting)
+    joined = join_shard_groups({shard_group_of[rank] for rank in ranks} for ranks in together)
     number = {i: k for k, shard_groups in enumerate(joined) for i in shard_groups}
     component = np.full(max(shard_group_of) + 1, -1, dtype=np.int64)
-    for party in parties:
-        component[list(party)] = number[shard_group_of[party[0]]]
+    for ranks in together:
+        component[list(ranks)] = number[shard_group_of[ranks[0]]]
     return component, joined
 
 

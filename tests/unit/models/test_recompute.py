@@ -148,7 +148,7 @@ def test_without_checkpointing_ulysses_keeps_the_attention_output_twice(ulysses,
     held = sum(sum(each.values()) for each in run_ranks(4, body, strict=True))
     query, kv, heads = 16, 16, 4
     assert held == 8 * 52 * ((1 + outputs) * query + 2 * kv + heads)
-    counted = layer_values(spec)[0].kept - 4 * spec.hidden - 3 * spec.ffn
+    counted = layer_values(spec)[0].saved - 4 * spec.hidden - 3 * spec.ffn
     assert counted == 3 * query + 2 * kv, "one number for all groups, so that of Ulysses"
 
 

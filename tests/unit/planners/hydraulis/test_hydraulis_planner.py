@@ -126,11 +126,11 @@ def test_a_switch_costs_more_the_more_every_rank_holds():
     whole, cut = strategy_of(*[ParallelConfig(1, 1)] * 8), strategy_of(ParallelConfig(1, 8))
     assert 0 < switch_ns(cut, COST) < switch_ns(whole, COST)
     plan = plan_strategies(LENGTHS, COST, strategies=[whole])
-    relay = reshard_times(COST, plan.pipelines)
-    assert switch_ns(whole, COST) == round(relay.first + relay.last)
+    times = reshard_times(COST, plan.pipelines)
+    assert switch_ns(whole, COST) == round(times.first + times.last)
 
 
-def test_neighbours_of_one_kind_are_planned_together():
+def test_neighbours_with_the_same_parameters_are_planned_together():
     found = list(
         blocks(
             strategy_of(
@@ -146,7 +146,7 @@ def test_neighbours_of_one_kind_are_planned_together():
 
 
 def test_prices_are_near_the_cost_model():
-    """Documents alone on a rank, on heads, on positions and in a team: within a tenth over all lengths."""
+    """Documents alone on a rank, on heads, on positions and in a tensor group: within a tenth over all lengths."""
     for config in (ParallelConfig(1, 1), ParallelConfig(1, 1, 4), ParallelConfig(1, 2), ParallelConfig(1, 1, 1, 2)):
         priced = fit_config(COST, config)
         inside = COST.for_submesh(config.ranks, config.tensor)
@@ -160,7 +160,7 @@ def test_prices_are_near_the_cost_model():
     assert (a, b) == pytest.approx((3.0, 7.0))
 
 
-def test_schemes_worth_considering_hold_the_longest():
+def test_configs_worth_considering_hold_the_longest():
     costs = config_costs(COST, 30_000)
     assert max(cost.max_tokens for cost in costs.values()) >= 30_000 and {1, 2, 4, 8} <= {s.ranks for s in costs}
     assert len(costs) < len(list(legal_configs(COST)))

@@ -1,4 +1,4 @@
-"""The reference model in teams: loss and gradients of one process, whatever is cut, kept, put off or in pieces."""
+"""The reference model in TP groups has the loss and the gradients of one process, whatever is recomputed or split."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ TIED = Step(LENGTHS, tiny_spec(heads=4, kv_heads=4, tied=True))
 
 
 def one_group(tensor, ulysses=1, ring=1, spans=SPANS):
-    """A group of all ranks; `ulysses` is beyond the team."""
+    """A group of all ranks; `ulysses` counts TP groups."""
     return Group(tuple(range(tensor * ulysses * ring)), tensor * ulysses, ring, spans)
 
 
