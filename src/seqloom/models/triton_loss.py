@@ -1,6 +1,7 @@
-"""The losses of a chunk from its logits, and the gradient in their place: one kernel that reads the logits twice.
+"""Fused losses of a chunk of logits, a module of its own because it imports Triton, which only GPUs have.
 
-Does what `plain_losses` of loss.py does in many passes over memory. Sums are float32.
+One kernel reads the logits twice and leaves the gradient in their place, which `plain_losses` of loss.py does in many
+passes over memory. Sums are float32.
 """
 
 # ruff: noqa: N803

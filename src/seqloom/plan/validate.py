@@ -1,4 +1,4 @@
-"""All invariants of a plan, as code.
+"""The table of all rules of a plan; a module of its own because rules import what a plan consists of.
 
 A rule is a small function that raises `PlanError`; later rules rely on earlier ones.
 No rule builds a layout for a round that has no explicit one, so checking costs microseconds per document:
