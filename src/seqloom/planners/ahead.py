@@ -1,8 +1,8 @@
-"""Planning ahead: a process of its own plans the next steps from lengths alone, so that training does not wait.
+"""Planning ahead: a second process plans the next steps from lengths alone, so that training does not wait.
 
-It needs no torch and no data. Whoever trains submits the lengths of coming steps and takes the plan when a step begins.
-A plan that is late, or that the planner could not make, never stops a step: the fallback planner, static unless another
-was named, makes one at once, and the answer carries the reason.
+It needs no torch and no data. The trainer submits the lengths of coming steps and takes the plan when a step begins. A
+plan that is late, or that the planner could not make, never stops a step: the fallback planner, static unless another
+is named, makes one at once, and the `StepPlan` carries the reason.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from seqloom.simulate import predicted_ns, simulate
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of a step and how it came about.
+    """The plan of a step, its cost and its prediction.
 
     Attributes:
         step: number of the step.
         plan: validated.
-        plan_ns: how long it took to make.
-        wait_ns: how long whoever took it waited.
+        plan_ns: planning time.
+        wait_ns: how long the trainer waited for it.
         predicted_ns: step time by the cost model.
         fallback_reason: why the fallback planner made it; "" when it did not.
         bound_ns: lower bound of the step's time on the same stages, under the cost model; None: not computed.
-        idle_share: share of the ranks' time in the step that they wait, by the simulator; None: not computed.
+        idle_share: share of the ranks' time that they wait, by the simulator; None: not computed.
     """
 
     step: int
@@ -50,9 +50,9 @@ class StepPlan:
 
 
 class PlanAhead:
-    """Plans of coming steps, made in another process.
+    """Plans coming steps in another process.
 
-    A plan that was asked for but never taken is forgotten when a later step is taken.
+    `take` drops the plans of earlier steps that were submitted but never taken.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PlanAhead:
         """
         self._cost, self._fallback, self._patience_s = cost, fallback, patience_s
         chosen = PlannerChoice(planner, seed=seed) if isinstance(planner, str) else planner
-        self._now_s = patience_s if first_patience_s is None else first_patience_s
-        self._made: dict[int, _Made] = {}
-        self._asked: set[int] = set()
+        self._timeout_s = patience_s if first_patience_s is None else first_patience_s
+        self._answers: dict[int, _Answer] = {}
+        self._submitted: set[int] = set()
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, cost, chosen), daemon=True)
@@ -87,34 +87,34 @@ class PlanAhead:
         theirs.close()
 
     def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
-        """Have the plan of a step made. A planner that has died is noticed when the step is taken."""
+        """Ask for the plan of a step. `take` reports a planner's process that has died."""
         try:
             self._connection.send((step, np.asarray(lengths, dtype=np.int64)))
-            self._asked.add(step)
+            self._submitted.add(step)
         except (BrokenPipeError, OSError):
-            self._made[step] = _Made(None, 0, self._obituary())
+            self._answers[step] = self._died()
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
-        """Return the plan of a step, waiting for it if need be; the plain one if it is late or cannot be made.
+        """Return the plan of a step, waiting for it if need be; that of the fallback planner if it is late or fails.
 
         Args:
             step: its number; submitted before, or planned now.
             lengths: tokens of its sequences, the same as submitted.
         """
         begin = time.monotonic_ns()
-        if step not in self._asked and step not in self._made:
+        if step not in self._submitted and step not in self._answers:
             self.submit(step, lengths)
-        self._receive_until(step, begin + round(self._now_s * 1e9))
-        late = f"no plan within {self._now_s:g} s"
-        made = self._made.pop(step, _Made(None, 0, late))
-        self._made = {other: kept for other, kept in self._made.items() if other > step}
-        if made.text is None:
+        self._receive_until(step, begin + round(self._timeout_s * 1e9))
+        late = f"no plan within {self._timeout_s:g} s"
+        found = self._answers.pop(step, _Answer(None, 0, late))
+        self._answers = {other: answer for other, answer in self._answers.items() if other > step}
+        if found.text is None:
             plan = self._fallback.plan(lengths, self._cost)
             predicted = predicted_ns(plan, self._cost)
         else:
-            plan, predicted = Plan.from_json(made.text), made.predicted_ns
+            plan, predicted = Plan.from_json(found.text), found.predicted_ns
         waited = time.monotonic_ns() - begin
-        return StepPlan(step, plan, made.plan_ns, waited, predicted, made.why_not, made.bound_ns, made.idle_share)
+        return StepPlan(step, plan, found.plan_ns, waited, predicted, found.reason, found.bound_ns, found.idle_share)
 
     def close(self) -> None:
         """Stop the process."""
@@ -133,55 +133,56 @@ class PlanAhead:
         self.close()
 
     def _receive_until(self, step: int, deadline_ns: int) -> None:
-        """Take in what the process sends, until the plan of a step is there or time is up."""
-        while step not in self._made:
+        """Receive answers until that of a step is there or time is up."""
+        while step not in self._answers:
             left_s = (deadline_ns - time.monotonic_ns()) / 1e9
             try:
                 if not self._connection.poll(max(0.0, left_s)):
                     return
-                done, made = self._connection.recv()
+                answered, answer = self._connection.recv()
             except (EOFError, OSError):
-                self._made[step] = _Made(None, 0, self._obituary())
+                self._answers[step] = self._died()
                 return
-            if done in self._asked:
-                self._asked.discard(done)
-                self._made[done] = made
-                self._now_s = self._patience_s
+            if answered in self._submitted:
+                self._submitted.discard(answered)
+                self._answers[answered] = answer
+                self._timeout_s = self._patience_s
 
-    def _obituary(self) -> str:
+    def _died(self) -> _Answer:
         self._process.join(timeout=1.0)
-        return f"the planner's process has died (exit code {self._process.exitcode})"
+        return _Answer(None, 0, f"the planner's process has died (exit code {self._process.exitcode})")
 
 
-class _Made(NamedTuple):
-    """What the process answers: the plan as JSON or why there is none, how long it took, and what is known of it."""
+class _Answer(NamedTuple):
+    """A message of the planner's process: the plan as JSON, or None and the reason, with its figures."""
 
     text: str | None
     plan_ns: int
-    why_not: str
+    reason: str
     predicted_ns: int = 0
     bound_ns: int | None = None
     idle_share: float | None = None
 
 
 def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice) -> None:
-    """Answer (step, lengths) with (step, what was made) until the pipe closes."""
+    """Answer every (step, lengths) with (step, `_Answer`) until the pipe closes."""
     while True:
         try:
             step, lengths = connection.recv()
-            connection.send((step, _make(cost, chosen, lengths)))
+            connection.send((step, _answer(cost, chosen, lengths)))
         except (EOFError, OSError):
             return
 
 
-def _make(cost: CostModel, chosen: PlannerChoice, lengths: np.ndarray) -> _Made:
+def _answer(cost: CostModel, chosen: PlannerChoice, lengths: np.ndarray) -> _Answer:
     begin = time.monotonic_ns()
     try:
         plan = chosen.plan(lengths, cost)
         text, took = plan.to_json(), time.monotonic_ns() - begin
-        return _Made(text, took, "", predicted_ns(plan, cost), plan_bound(plan, cost), simulate(plan, cost).idle_share)
+        bound_ns, idle_share = plan_bound(plan, cost), simulate(plan, cost).idle_share
+        return _Answer(text, took, "", predicted_ns(plan, cost), bound_ns, idle_share)
     except SeqloomError as error:
-        why_not = f"planner {chosen.name!r}: {error}"
+        reason = f"planner {chosen.name!r}: {error}"
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged
-        why_not = f"planner {chosen.name!r} failed: {type(error).__name__}: {error}"
-    return _Made(None, time.monotonic_ns() - begin, why_not)
+        reason = f"planner {chosen.name!r} failed: {type(error).__name__}: {error}"
+    return _Answer(None, time.monotonic_ns() - begin, reason)

@@ -1,4 +1,4 @@
-"""Planner ``auto``: the best of all. Never worse than any planner it asks, static included.
+"""Planner ``auto``: the fastest plan of all planners. Never worse than any of them, static included.
 
 Pipelines take part only where a number of stages is given: a run keeps its layers where they are, step after step.
 Under free sharding they may be anywhere at every step: there ``hydraulis`` takes part, and the others only as far as

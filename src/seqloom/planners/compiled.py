@@ -45,29 +45,29 @@ def compile_loops() -> bool:
 
 
 class _State:
-    """What this process knows about the machine code."""
+    """State of this process: which loops it uses, and who compiles them."""
 
     loaded: Any = None
     """The loops that `kernels` returns from now on; None: not decided."""
-    waits: Path | None = None
-    """Lock file of the process that compiles; None: not looked yet."""
+    lock_file: Path | None = None
+    """Lock file of the process that compiles; None: `kernels` has not looked for one."""
     compiler: subprocess.Popen[bytes] | None = None
-    """That process, if this one has started it: Python warns of a child that is forgotten while it runs."""
+    """That process, if this one started it: Python warns when a running child is garbage-collected."""
 
 
 def _load_or_start() -> Any:
     with _LOCK:
         if _State.loaded is not None:
             return _State.loaded
-        if _State.waits is not None and _State.waits.exists():
+        if _State.lock_file is not None and _State.lock_file.exists():
             return loops
         compiled = _dispatchers()
         if compiled is not None and _is_cached(compiled):
             _State.loaded = compiled
-        elif compiled is None or _State.waits is not None:  # nothing to compile with, or compiling has failed
+        elif compiled is None or _State.lock_file is not None:  # nothing to compile with, or compiling has failed
             _State.loaded = loops
         else:
-            _State.waits = _start(Path(compiled.decode.stats.cache_path))
+            _State.lock_file = _start(Path(compiled.decode.stats.cache_path))
         return _State.loaded or loops
 
 
@@ -134,7 +134,7 @@ def _start(folder: Path) -> Path:
 
 
 def _call_each(compiled: Any) -> None:
-    """Call every loop that planners call, with the types that they give it, on next to nothing."""
+    """Call every loop with the argument types of the planners, on a batch of one document."""
     one, pair = np.ones(1, np.int64), np.ones((1, 1), np.int64)
     tables = loops.BatchTables(one, np.ones((1, 1, 1), np.int64), pair, one, one, pair, pair * 0, one, 1, 1, 1, 1)
     rounds, ranks = loops.DecodedRounds.empty(1, 1), loops.RankAssignment.empty(1, 1)

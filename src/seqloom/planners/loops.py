@@ -11,7 +11,7 @@ they give the same bits whether they are compiled or not. Callers take them from
     packing           first fit, least loaded first, and hierarchical packs (all planners)
     pipelines         documents to pipelines and micro-batches (planner hydraulis)
 
-Letters in shapes: ``n`` documents, ``L`` lanes (computing, computing with ring messages, network), ``S`` group shapes,
+Letters in shapes: ``n`` documents, ``L`` streams (compute, compute with ring messages, network), ``S`` group shapes,
 ``D`` degrees, ``I`` shard groups. All times are ns.
 """
 
@@ -31,7 +31,7 @@ MAX_BATCH_COUNTS = 24
 """Numbers of micro-batches tried for a pipeline, from the least that may hold its tokens."""
 
 
-# Aligned blocks of ranks, as `GroupFamily.blocks` lists them: whole nodes, or ranks inside one node.
+# Aligned blocks of ranks, as `GroupFamily.blocks` lists them: whole nodes, or ranks inside one node. (Planner flex.)
 
 
 def block_count(degree: int, ranks: int, node: int) -> int:
@@ -49,6 +49,20 @@ def block_start(index: int, degree: int, node: int) -> int:
     return index // blocks * node + index % blocks * degree
 
 
+def lowest_free_block(degree: int, first: int, taken: np.ndarray, node: int) -> int:
+    """Index, from ``first`` on, of the lowest aligned block without a taken rank; `block_count` if there is none.
+
+    Taking the lowest block leaves holes that grow with their address: whatever powers of two sum up to the ranks fit.
+    """
+    index, count = first, block_count(degree, taken.shape[0], node)
+    while index < count:
+        start = block_start(index, degree, node)
+        if taken[start : start + degree].max() == 0:
+            break
+        index += 1
+    return index
+
+
 def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.ndarray) -> bool:
     """Place blocks of these degrees on the lowest free aligned ranks of ``[0, ranks)``; False if they do not fit.
 
@@ -59,20 +73,18 @@ def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.
     taken = np.zeros(ranks, np.int64)
     for group in range(degrees.shape[0]):
         degree = degrees[group]
-        placed = False
-        for index in range(block_count(degree, ranks, node)):
-            start = block_start(index, degree, node)
-            if taken[start : start + degree].max() == 0:
-                starts[group] = start
-                taken[start : start + degree] = 1
-                placed = True
-                break
-        if not placed:
+        index = lowest_free_block(degree, 0, taken, node)
+        if index == block_count(degree, ranks, node):
             return False
+        starts[group] = block_start(index, degree, node)
+        taken[starts[group] : starts[group] + degree] = 1
     return True
 
 
-# One round: documents, longest first, into groups that all finish within a time limit.
+# One round: documents, longest first, into groups that all finish within a time limit. (Planner flex.)
+#
+# The innermost loops take single arrays, not `OpenGroups`: numba counts references whenever it reads an array from a
+# tuple, which takes longer than their work.
 
 
 class BatchTables(NamedTuple):
@@ -81,7 +93,7 @@ class BatchTables(NamedTuple):
     tokens: np.ndarray
     """int64[n]: tokens a document occupies, padded."""
     cost: np.ndarray
-    """int64[L, S, n]: time that a document adds to each lane of a group of each shape."""
+    """int64[L, S, n]: time that a document adds to each stream of a group of each shape."""
     fixed: np.ndarray
     """int64[L, S]: time of a group before its first document."""
     shape_degree: np.ndarray
@@ -114,7 +126,7 @@ class OpenGroups(NamedTuple):
     tokens: np.ndarray
     """int64[ranks]: tokens of each group."""
     load: np.ndarray
-    """int64[L, ranks]: time of each lane of each group."""
+    """int64[L, ranks]: time of each stream of each group."""
     by_shape: np.ndarray
     """int64[S, ranks]: groups of each shape that have memory left, the most loaded first."""
     listed: np.ndarray
@@ -139,31 +151,16 @@ def no_groups(t: BatchTables, ranks: int) -> OpenGroups:
     )
 
 
-def lowest_free_block(t: BatchTables, d: int, groups: OpenGroups) -> int:
-    """First rank of the lowest aligned block of degree ``t.degrees[d]`` that is free, or -1.
-
-    A round only ever takes ranks, so the search goes on from where it ended before. Taking the lowest block leaves
-    holes that grow with their address: whatever powers of two sum up to the ranks also fit.
-    """
-    degree = t.degrees[d]
-    while groups.cursor[d] < block_count(degree, groups.taken.shape[0], t.node):
-        start = block_start(groups.cursor[d], degree, t.node)
-        if groups.taken[start : start + degree].max() == 0:
-            return start
-        groups.cursor[d] += 1
-    return -1
-
-
 def next_placeable(t: BatchTables, limit: int, waiting: np.ndarray, place: int, groups: OpenGroups) -> int:
     """First position after ``place`` whose document some group may still hold; ``waiting`` falls in length."""
-    best = waiting.shape[0]
-    for s in range(groups.listed.shape[0]):
-        if groups.listed[s] == 0:
+    best, by_shape, listed, tokens, load = waiting.shape[0], groups.by_shape, groups.listed, groups.tokens, groups.load
+    for s in range(listed.shape[0]):
+        if listed[s] == 0:
             continue
-        time_left = limit - groups.load[0, groups.by_shape[s, groups.listed[s] - 1]]
+        time_left = limit - load[0, by_shape[s, listed[s] - 1]]
         tokens_left = 0
-        for at in range(groups.listed[s]):
-            tokens_left = max(tokens_left, t.shape_degree[s] * t.capacity - groups.tokens[groups.by_shape[s, at]])
+        for at in range(listed[s]):
+            tokens_left = max(tokens_left, t.shape_degree[s] * t.capacity - tokens[by_shape[s, at]])
         low, high = place + 1, best
         while low < high:
             middle = (low + high) // 2
@@ -176,49 +173,62 @@ def next_placeable(t: BatchTables, limit: int, waiting: np.ndarray, place: int, 
     return best
 
 
-def fullest_group(t: BatchTables, k: int, limit: int, most: int, groups: OpenGroups) -> tuple[int, int]:
+def fullest_group(
+    t: BatchTables,
+    k: int,
+    limit: int,
+    most: int,
+    by_shape: np.ndarray,
+    listed: np.ndarray,
+    tokens: np.ndarray,
+    load: np.ndarray,
+) -> tuple[int, int]:
     """Find the most loaded group of the smallest shape, up to degree ``most``, that can take document ``k``.
 
     Returns:
         shape and position in that shape's list, or (-1, -1).
     """
-    for s in range(groups.listed.shape[0]):
-        if t.shape_degree[s] > most or groups.listed[s] == 0:
+    cost, shape_degree = t.cost, t.shape_degree
+    for s in range(listed.shape[0]):
+        if shape_degree[s] > most or listed[s] == 0:
             continue
-        tokens_left = t.shape_degree[s] * t.capacity - t.tokens[k]
-        time_left = limit - t.cost[0, s, k]
-        low, high = 0, groups.listed[s]
+        tokens_left = shape_degree[s] * t.capacity - t.tokens[k]
+        time_left = limit - cost[0, s, k]
+        low, high = 0, listed[s]
         while low < high:
             middle = (low + high) // 2
-            if groups.load[0, groups.by_shape[s, middle]] <= time_left:
+            if load[0, by_shape[s, middle]] <= time_left:
                 high = middle
             else:
                 low = middle + 1
-        for at in range(low, groups.listed[s]):
-            g = groups.by_shape[s, at]
-            fits = groups.tokens[g] <= tokens_left
-            for lane in range(1, t.cost.shape[0]):
-                fits = fits and groups.load[lane, g] + t.cost[lane, s, k] <= limit
+        for at in range(low, listed[s]):
+            g = by_shape[s, at]
+            fits = tokens[g] <= tokens_left
+            for stream in range(1, cost.shape[0]):
+                fits = fits and load[stream, g] + cost[stream, s, k] <= limit
             if fits:
                 return s, at
     return -1, -1
 
 
 def smallest_new_group(
-    t: BatchTables, k: int, limit: int, least_degree: int, free: int, groups: OpenGroups
+    t: BatchTables, k: int, limit: int, least_degree: int, free: int, taken: np.ndarray, cursor: np.ndarray
 ) -> tuple[int, int]:
     """Find the smallest degree, from index ``least_degree`` up, at which document ``k`` may open a group.
+
+    A round only ever takes ranks, so the search for a free block goes on from where it ended before.
 
     Returns:
         index of the degree and first rank of a free block, or (-1, -1).
     """
     for d in range(least_degree, t.degrees.shape[0]):
-        if t.degrees[d] > free:
+        degree = t.degrees[d]
+        if degree > free:
             break
         if t.solo_ns[d, k] <= limit:
-            start = lowest_free_block(t, d, groups)
-            if start >= 0:
-                return d, start
+            cursor[d] = lowest_free_block(degree, cursor[d], taken, t.node)
+            if cursor[d] < block_count(degree, taken.shape[0], t.node):
+                return d, block_start(cursor[d], degree, t.node)
     return -1, -1
 
 
@@ -249,49 +259,50 @@ def fill_round(
     Returns:
         groups opened, time of the round (ns), total value placed.
     """
-    groups.listed[:] = 0
-    groups.taken[:] = 0
-    groups.cursor[:] = 0
-    free, count, longest, value = groups.taken.shape[0], 0, 0, 0
+    shape, start_of, tokens, load, by_shape, listed, taken, cursor = groups
+    listed[:] = 0
+    taken[:] = 0
+    cursor[:] = 0
+    free, count, longest, value = taken.shape[0], 0, 0, 0
     place = 0
     while place < waiting.shape[0]:
         k = waiting[place]
-        d, start = smallest_new_group(t, k, limit, least_degree, free, groups)
-        most = t.degrees[d] if d >= 0 else groups.taken.shape[0]
-        s, at = fullest_group(t, k, limit, most, groups)
+        d, start = smallest_new_group(t, k, limit, least_degree, free, taken, cursor)
+        most = t.degrees[d] if d >= 0 else taken.shape[0]
+        s, at = fullest_group(t, k, limit, most, by_shape, listed, tokens, load)
         if s < 0 and d < 0:
             skip = descending and free == 0
             place = next_placeable(t, limit, waiting, place, groups) if skip else place + 1
             continue
         if s < 0:
             s = t.solo_shape[d, k]
-            at = groups.listed[s]
-            groups.by_shape[s, at] = count
-            groups.shape[count], groups.start[count], groups.tokens[count] = s, start, 0
-            groups.load[:, count] = t.fixed[:, s]
-            groups.taken[start : start + t.shape_degree[s]] = 1
-            groups.listed[s] += 1
+            at = listed[s]
+            by_shape[s, at] = count
+            shape[count], start_of[count], tokens[count] = s, start, 0
+            load[:, count] = t.fixed[:, s]
+            taken[start : start + t.shape_degree[s]] = 1
+            listed[s] += 1
             free -= t.shape_degree[s]
             count += 1
-        group = groups.by_shape[s, at]
+        group = by_shape[s, at]
         joined[place] = group
         value += t.value[k]
-        groups.tokens[group] += t.tokens[k]
-        for lane in range(t.cost.shape[0]):
-            groups.load[lane, group] += t.cost[lane, s, k]
-            longest = max(longest, groups.load[lane, group])
-        while at > 0 and groups.load[0, groups.by_shape[s, at - 1]] < groups.load[0, group]:
-            groups.by_shape[s, at] = groups.by_shape[s, at - 1]
+        tokens[group] += t.tokens[k]
+        for stream in range(t.cost.shape[0]):
+            load[stream, group] += t.cost[stream, s, k]
+            longest = max(longest, load[stream, group])
+        while at > 0 and load[0, by_shape[s, at - 1]] < load[0, group]:
+            by_shape[s, at] = by_shape[s, at - 1]
             at -= 1
-        groups.by_shape[s, at] = group
-        if groups.tokens[group] + shortest > t.shape_degree[s] * t.capacity:  # full: no document looks at it again
-            groups.by_shape[s, at : groups.listed[s] - 1] = groups.by_shape[s, at + 1 : groups.listed[s]]
-            groups.listed[s] -= 1
+        by_shape[s, at] = group
+        if tokens[group] + shortest > t.shape_degree[s] * t.capacity:  # full: no document looks at it again
+            by_shape[s, at : listed[s] - 1] = by_shape[s, at + 1 : listed[s]]
+            listed[s] -= 1
         place += 1
     return count, longest, value
 
 
-# Decoding: can this batch finish within a target time, and how?
+# Decoding: can this batch finish within a target time, and how? (Planner flex.)
 
 
 class DecodeParams(NamedTuple):
@@ -418,7 +429,7 @@ def place_wide_document(
     Args:
         last_group: int64[I] group that a block, known by its first shard group, runs last; -1: none.
         tokens_left: int64[I] tokens that this group may still take.
-        load: int64[I, L] time of its lanes.
+        load: int64[I, L] time of its streams.
         begin: int64[I] when it begins.
     """
     width = t.degrees[d] // t.shard_group
@@ -428,8 +439,8 @@ def place_wide_document(
         group = last_group[block]
         if group >= 0 and tokens_left[block] >= t.tokens[k]:
             spent = 0
-            for lane in range(t.cost.shape[0]):
-                spent = max(spent, load[block, lane] + t.cost[lane, rounds.group_shape[group], k])
+            for stream in range(t.cost.shape[0]):
+                spent = max(spent, load[block, stream] + t.cost[stream, rounds.group_shape[group], k])
             if begin[block] + spent < best_end:
                 best, best_end, joins = block, begin[block] + spent, True
         end = rounds.load[block : block + width].max() + t.solo_ns[d, k]
@@ -583,7 +594,7 @@ def store_round(
 
 
 # Ranks: a batch may be decoded with virtual shard groups, wider than the real ones, which packs tight memory better.
-# The real shard groups then run on without waiting for the others of their round.
+# The real shard groups then run on without waiting for the others of their round. (Planner flex.)
 
 
 class RankAssignment(NamedTuple):
@@ -627,8 +638,7 @@ def assign_ranks(t: BatchTables, rounds: DecodedRounds, shard_group: int, ranks:
         base = rounds.round_shard_group[index] * t.shard_group
         width = rounds.round_width[index] * t.shard_group
         if width == shard_group or rounds.round_width[index] > 1:  # all groups on the blocks they were opened on
-            for group in order[first:last]:
-                ranks.start[group] = base + rounds.group_start[group]
+            ranks.start[order[first:last]] = base + rounds.group_start[order[first:last]]
             numbered = close_round(shard_group, base, width, order[first:last], numbered, ranks)
         else:
             numbered = split_round(t, rounds, shard_group, base, width, order[first:last], numbered, ranks)
@@ -653,15 +663,9 @@ def group_times(t: BatchTables, rounds: DecodedRounds, time: np.ndarray) -> None
 def order_groups(t: BatchTables, rounds: DecodedRounds, time: np.ndarray) -> np.ndarray:
     """Sort groups by round, then falling degree, then falling time; ties by number."""
     groups = rounds.count[0]
-    order = np.arange(groups)
-    for key in range(3):  # stable sorts, the least important key first
-        weight = np.empty(groups, np.int64)
-        for at in range(groups):
-            group = order[at]
-            degree = t.shape_degree[rounds.group_shape[group]]
-            weight[at] = -time[group] if key == 0 else (-degree if key == 1 else rounds.group_round[group])
-        order = order[np.argsort(weight, kind="mergesort")]
-    return order
+    order = np.argsort(-time[:groups], kind="mergesort")  # stable sorts, the least important key first
+    order = order[np.argsort(-t.shape_degree[rounds.group_shape[order]], kind="mergesort")]
+    return order[np.argsort(rounds.group_round[order], kind="mergesort")]
 
 
 def close_round(
@@ -674,8 +678,7 @@ def close_round(
     """
     low, high = base // shard_group, (base + width) // shard_group
     end = ranks.load[low:high].max() + ranks.time[groups].max()
-    for group in groups:
-        ranks.round_of[group] = numbered
+    ranks.round_of[groups] = numbered
     ranks.load[low:high] = end
     return numbered + 1
 
@@ -719,13 +722,10 @@ def split_round(
                 filled += t.shape_degree[rounds.group_shape[groups[last]]]
                 last += 1
         start, length = base + best * shard_group, size * shard_group
-        degrees = np.empty(last - at, np.int64)
         starts = np.empty(last - at, np.int64)
-        for i in range(last - at):
-            degrees[i] = t.shape_degree[rounds.group_shape[groups[at + i]]]
+        degrees = t.shape_degree[rounds.group_shape[groups[at:last]]]
         fits = place_aligned_blocks(degrees, length, t.node, starts)
-        for i in range(last - at):
-            ranks.start[groups[at + i]] = start + starts[i]
+        ranks.start[groups[at:last]] = start + starts
         numbered = close_round(shard_group, start, length, groups[at:last], numbered, ranks)
         if not fits:
             ranks.load[:] = NEVER
@@ -852,8 +852,8 @@ def fill_packs(
         packs += 1
 
 
-# Pipelines side by side (Hydraulis): which pipeline gets which documents, and their micro-batches. All times are those
-# of one stage, forward and backward; stages of a pipeline take equally long.
+# Pipelines side by side (planner hydraulis): which pipeline gets which documents, and their micro-batches. Times are
+# those of one stage, forward and backward; stages of a pipeline take equally long.
 
 
 class DispatchProblem(NamedTuple):

@@ -1,9 +1,8 @@
 """Remapping as a choice: where a round gets faster by it, linear layers have tokens in a layout of their own.
 
-Groups level a rank's attention and linear work together as far as whole documents and hard memory allow. What is left
-may be levelled by moving tokens, inside shard groups, before linear layers and back after them, if that costs less
-than it
-gains. Every round is asked by itself.
+Groups balance a rank's attention and linear work together as far as whole documents and hard memory allow. Moving
+tokens inside shard groups, before linear layers and back after them, may balance the rest, if that costs less than it
+gains. `with_remapping` decides for every round by itself.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from seqloom.layout import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, Remap, Round, StageMicroBatch
 
 WORTH = 100
-"""A round whose ranks wait less than one part in this many is left as it is."""
+"""A round whose ranks wait less than one part in this many stays as it is."""
 QUARTERS = (4, 2)
-"""How much of the way to level ranks is tried, in quarters: half of it moves half of the tokens."""
+"""Parts of the way to equal ranks to try, in quarters: half of it moves half of the tokens."""
 
 
 def with_remapping(plan: Plan, cost: CostModel) -> Plan:
-    """The plan, with a second layout in every round that gets faster by it; the same plan if none does.
+    """Give every round that gets faster by it a second layout; returns the same plan if none does.
 
     Args:
         plan: made for this cost model; one with several stages stays as it is.

@@ -41,7 +41,7 @@ def test_a_late_plan_is_replaced_by_the_static_one_and_does_not_disturb_later_on
         assert taken.plan.hash == make_plan("static", BATCHES[0], COST).hash
         assert taken.predicted_ns == simulate(taken.plan, COST).step_ns
         ahead.submit(1, BATCHES[1])
-        ahead._now_s = 120
+        ahead._timeout_s = 120
         assert ahead.take(1, BATCHES[1]).plan.hash == make_plan("adaptive", BATCHES[1], COST).hash
 
 

@@ -30,7 +30,7 @@ def test_it_takes_the_best_and_says_whose_it_is():
 
 
 def test_plans_known_before_take_part():
-    best = make_plan("flex", LENGTHS, COST, evaluations=600)
+    best = make_plan("flex", LENGTHS, COST, evaluations=200)
     plan = plan_auto(LENGTHS, COST, evaluations=0, known=[best])
     assert COST.plan_ns(plan) <= COST.plan_ns(best)
 
@@ -56,12 +56,13 @@ def test_a_planner_that_refuses_does_not_stop_the_others():
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
 def test_it_repeats(sharding):
     cost = roomy_cost_model("2x8xA100-40G", "gpt-7b", "flexsp-a100", sharding, 2)
-    assert plan_auto(LENGTHS, cost, seed=4).hash == plan_auto(LENGTHS, cost, seed=4).hash
+    first, second = (plan_auto(LENGTHS, cost, seed=4, evaluations=40) for _ in range(2))
+    assert first.hash == second.hash
 
 
 def test_a_pipeline_takes_part_where_stages_are_given():
     pipeline = make_plan("pipeline:2", LENGTHS, COST)
-    assert predicted_ns(plan_auto(LENGTHS, COST, stages=2), COST) <= predicted_ns(pipeline, COST)
+    assert predicted_ns(plan_auto(LENGTHS, COST, stages=2, evaluations=40), COST) <= predicted_ns(pipeline, COST)
     static = plan_static(LENGTHS, COST, degree=8)
     assert (best_of([static, pipeline], COST) is pipeline) == (predicted_ns(pipeline, COST) < COST.plan_ns(static))
-    assert len(plan_auto(LENGTHS, COST).pipelines[0].stages) == 1
+    assert len(plan_auto(LENGTHS, COST, evaluations=0).pipelines[0].stages) == 1

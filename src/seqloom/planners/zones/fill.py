@@ -67,7 +67,7 @@ class SingleRankPrices:
 
 
 class CutPrices(NamedTuple):
-    """What it costs to cut long documents, each in a group of its own. ``m`` long documents, ``S`` shapes."""
+    """Prices of cutting long documents, each in a group of its own. ``m`` long documents, ``S`` shapes."""
 
     rank_ns: np.ndarray
     """int64[S, m]: time on each rank of the group; NEVER where memory does not hold it."""
@@ -171,10 +171,10 @@ class ZonePrices:
 
 @dataclass(eq=False)
 class RankLoads:
-    """The documents of every rank in one round. Loads are estimates in ns, room is in tokens."""
+    """The documents of every rank in one round. Loads are estimates in ns."""
 
     load: list[int]
-    room: list[int]
+    tokens_left: list[int]
     whole: list[list[int]]
     """Documents that are whole on each rank."""
     cut: dict[tuple[Ranks, int], list[int]] = field(default_factory=dict)
@@ -199,11 +199,11 @@ class RankLoads:
         share = -(-tokens // len(cut.ranks))
         for rank in cut.ranks:
             self.load[rank] += cut.rank_ns
-            self.room[rank] -= share
+            self.tokens_left[rank] -= share
 
 
 class FillTarget(NamedTuple):
-    """What a round is filled towards."""
+    """The target that a round is filled towards."""
 
     target: int
     """ns after which every rank should be done, without the round's fixed cost."""
@@ -218,7 +218,7 @@ class FillTarget(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A way to cut a document: index of the shape, ns on each of its ranks, the ranks."""
+    """A possible cut of a document: index of the shape, ns on each of its ranks, the ranks."""
 
     shape: int
     rank_ns: int
@@ -247,39 +247,39 @@ def fill_round(prices: ZonePrices, documents: Sequence[int], begin: list[int], t
 
 def _place_cut(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, target: FillTarget) -> None:
     """Cut documents that are too long for one rank."""
-    load, room = np.array(loads.load), np.array(loads.room)
+    load, tokens_left = np.array(loads.load), np.array(loads.tokens_left)
     for k in documents:
-        cut = _cheapest_cut(prices, k, loads, load, room, target, int(NEVER), int(NEVER))
+        cut = _cheapest_cut(prices, k, loads, load, tokens_left, target, int(NEVER), int(NEVER))
         if cut is None:
             loads.unplaced.append(k)
             continue
         loads.place(cut, k, int(prices.tokens[k]))
         at = list(cut.ranks)
         load[at] = [loads.load[rank] for rank in at]
-        room[at] = [loads.room[rank] for rank in at]
+        tokens_left[at] = [loads.tokens_left[rank] for rank in at]
 
 
 def _place_rest(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, target: FillTarget) -> None:
     """Put documents whole on the least loaded rank with room, or cut those that would end late there."""
     tokens, whole = prices.tokens_list, prices.whole_ns_list
-    load, room, column = loads.load, loads.room, prices.column
+    load, tokens_left, column = loads.load, loads.tokens_left, prices.column
     cheapest = prices.cut_prices(target.hidden).cheapest
     heap = [(load[rank], rank) for rank in range(len(load))]
     heapify(heap)
-    full: list[tuple[int, int]] = []  # (-room, rank) of ranks without room for the document at hand
+    full: list[tuple[int, int]] = []  # (-tokens left, rank) of ranks without room for the document at hand
     for k in documents:
         size, time = tokens[k], whole[k]
         while full and -full[0][0] >= size:
             held, rank = heappop(full)
-            if -held == room[rank]:
+            if -held == tokens_left[rank]:
                 heappush(heap, (load[rank], rank))
             else:
-                heappush(full, (-room[rank], rank))
+                heappush(full, (-tokens_left[rank], rank))
         while heap:
             least, rank = heap[0]
-            if room[rank] < size:
+            if tokens_left[rank] < size:
                 heappop(heap)
-                heappush(full, (-room[rank], rank))
+                heappush(full, (-tokens_left[rank], rank))
             elif least != load[rank]:
                 heapreplace(heap, (load[rank], rank))
             else:
@@ -288,7 +288,7 @@ def _place_rest(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, 
         if ends > target.target and k in column and (k not in target.degrees or not heap):
             most = time + time * target.break_even // 1000 if heap else int(NEVER)
             if cheapest[column[k]] <= most:
-                cut = _cheapest_cut(prices, k, loads, np.array(load), np.array(room), target, most, ends)
+                cut = _cheapest_cut(prices, k, loads, np.array(load), np.array(tokens_left), target, most, ends)
                 if cut is not None:
                     loads.place(cut, k, size)
                     continue
@@ -297,7 +297,7 @@ def _place_rest(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, 
             continue
         rank = heap[0][1]
         load[rank] = ends
-        room[rank] -= size
+        tokens_left[rank] -= size
         loads.whole[rank].append(k)
         heapreplace(heap, (ends, rank))
 
@@ -307,7 +307,7 @@ def _cheapest_cut(
     k: int,
     loads: RankLoads,
     load: np.ndarray,
-    room: np.ndarray,
+    tokens_left: np.ndarray,
     target: FillTarget,
     most: int,
     ends: int,
@@ -316,7 +316,7 @@ def _cheapest_cut(
 
     Args:
         load: int64[ranks] ns, those of ``loads``.
-        room: int64[ranks] tokens, likewise.
+        tokens_left: int64[ranks], likewise.
         most: rank-ns that it may cost.
     """
     at, size = prices.column[k], int(prices.tokens[k])
@@ -336,7 +336,7 @@ def _cheapest_cut(
         joined = _best_group(loads, s, share, joining)
         if joined is not None and joined[0] < ends:
             ends, best = joined[0], Cut(s, joining, joined[1])
-        opened = best_ranks(shape, load, room, share, prices.cost.node_size)
+        opened = best_ranks(shape, load, tokens_left, share, prices.cost.node_size)
         if opened is not None and opened[0] + time < ends:
             ends, best = opened[0] + time, Cut(s, time, opened[1])
         if ends <= target.target:
@@ -349,13 +349,13 @@ def _best_group(loads: RankLoads, s: int, share: int, rank_ns: int) -> tuple[int
     best: tuple[int, Ranks] | None = None
     for ranks in loads.groups.get(s, ())[:GROUPS_TRIED]:
         end = max(loads.load[rank] for rank in ranks) + rank_ns
-        if (best is None or end < best[0]) and min(loads.room[rank] for rank in ranks) >= share:
+        if (best is None or end < best[0]) and min(loads.tokens_left[rank] for rank in ranks) >= share:
             best = (end, ranks)
     return best
 
 
 def best_ranks(
-    shape: GroupShape, load: np.ndarray, room: np.ndarray, share: int, node_size: int
+    shape: GroupShape, load: np.ndarray, tokens_left: np.ndarray, share: int, node_size: int
 ) -> tuple[int, Ranks] | None:
     """The least loaded ranks that a group of this shape may have, each with room for ``share`` tokens.
 
@@ -363,13 +363,13 @@ def best_ranks(
 
     Args:
         load: int64[ranks] ns.
-        room: int64[ranks] tokens.
+        tokens_left: int64[ranks] tokens that each rank may still hold.
 
     Returns:
         load of the fullest of them and the ranks, or None where there is no room.
     """
     inner = shape.ulysses
-    load = np.where(room >= share, load, NEVER)
+    load = np.where(tokens_left >= share, load, NEVER)
     if shape.degree > node_size:
         width = max(inner, node_size)
         blocks = load[: len(load) // width * width].reshape(-1, width).max(axis=1)
@@ -398,7 +398,7 @@ def swap_rebalance(prices: ZonePrices, loads: RankLoads, times: np.ndarray, begi
         begin: int64[ranks] ns at which they are free.
     """
     times += begin
-    room = np.array(loads.room)
+    tokens_left = np.array(loads.tokens_left)
     even = int(times.sum()) // len(times)
     idle = 0
     for sweep in range(SWEEPS):
@@ -408,15 +408,19 @@ def swap_rebalance(prices: ZonePrices, loads: RankLoads, times: np.ndarray, begi
         fast = order[times[order] <= even]
         pairs = min(len(slow), len(fast))
         turned = fast[:pairs] if sweep % 2 == 0 else fast[:pairs][::-1]
-        idle = 0 if pairs and _sweep(prices, loads, times, room, slow[:pairs].tolist(), turned.tolist()) else idle + 1
+        idle = (
+            0
+            if pairs and _sweep(prices, loads, times, tokens_left, slow[:pairs].tolist(), turned.tolist())
+            else idle + 1
+        )
         if not pairs or idle == 2:
             break
     times -= begin
-    loads.room[:] = room.tolist()
+    loads.tokens_left[:] = tokens_left.tolist()
 
 
 def _sweep(
-    prices: ZonePrices, loads: RankLoads, times: np.ndarray, room: np.ndarray, slow: list[int], fast: list[int]
+    prices: ZonePrices, loads: RankLoads, times: np.ndarray, tokens_left: np.ndarray, slow: list[int], fast: list[int]
 ) -> bool:
     """Make the best exchange of each pair: a document of the slow rank for one of the fast rank, or for none.
 
@@ -430,7 +434,9 @@ def _sweep(
     more = prices.tokens[given][:, :, None] - np.where(taken < 0, 0, prices.tokens[taken])[:, None, :]
     before, after = times[slow], times[fast]
     later = np.maximum(before[:, None, None] - shift, after[:, None, None] + shift)
-    barred = (more > room[fast][:, None, None]) | (-more > room[slow][:, None, None]) | (given < 0)[:, :, None]
+    barred = (
+        (more > tokens_left[fast][:, None, None]) | (-more > tokens_left[slow][:, None, None]) | (given < 0)[:, :, None]
+    )
     barred |= np.concatenate([np.zeros((len(fast), 1), bool), taken[:, 1:] < 0], axis=1)[:, None, :]
     later = np.where(barred, before[:, None, None], later).reshape(len(slow), -1)
     best = later.argmin(axis=1)
@@ -446,7 +452,7 @@ def _sweep(
         for rank, sign in ((slow[pair], -1), (fast[pair], 1)):
             times[rank] += sign * shift[pair, row, at]
             loads.load[rank] += sign * int(shift[pair, row, at])
-            room[rank] -= sign * more[pair, row, at]
+            tokens_left[rank] -= sign * more[pair, row, at]
     return bool(gained.any())
 
 

@@ -125,8 +125,8 @@ def _may_win(least_ns: int, best_ns: int) -> bool:
 
 def round_counts(single: SingleRankPrices, quick: bool) -> list[int]:
     """Numbers of rounds to try: as few as leave room to place documents, which is filled quickly; and those around."""
-    tokens, room = int(single.tables.tokens.sum()), single.tables.capacity * single.cost.ranks
-    roomy = max(1, -(-tokens * SPARE // (room * (SPARE - 1))))
+    tokens, capacity = int(single.tables.tokens.sum()), single.tables.capacity * single.cost.ranks
+    roomy = max(1, -(-tokens * SPARE // (capacity * (SPARE - 1))))
     return [roomy] if quick else sorted({single.min_rounds, single.min_rounds + 1, roomy})
 
 
@@ -259,8 +259,8 @@ class FillSearch:
     def targets(self) -> Iterator[FillTarget]:
         """First what the average asks for; then, knowing how long ranks wait, what could gain from that."""
         yield self._target(0, 100)
-        tokens, room = int(self.prices.tokens[self.documents].sum()), self.prices.capacity * len(self.begin)
-        if self.break_even > MUCH and tokens * 100 < room * TIGHT:
+        tokens, capacity = int(self.prices.tokens[self.documents].sum()), self.prices.capacity * len(self.begin)
+        if self.break_even > MUCH and tokens * 100 < capacity * TIGHT:
             yield self._target(0, 100)
         for slack in SLACKS:
             for limit in LIMITS:
@@ -304,11 +304,11 @@ class FillSearch:
 
 
 def plan_of(prices: ZonePrices, rounds: Sequence[RankLoads], lengths: np.ndarray) -> Plan:
-    """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
+    """Build the plan of these rounds, in this order, each with the fastest checkpoint that its memory allows."""
     cost, reduce = prices.cost, prices.policy.reduce
     capacities, sizes, built = checkpoint_capacities(cost, reduce), lengths.tolist(), []
     for loads in rounds:
-        checkpoint = fastest_checkpoint(capacities, prices.capacity - min(loads.room))
+        checkpoint = fastest_checkpoint(capacities, prices.capacity - min(loads.tokens_left))
         assert checkpoint is not None
         built.append(StageMicroBatch(_groups(prices, loads, sizes), checkpoint))
     return build_plan(cost, sizes, built, reduce, "zones")
