@@ -6,7 +6,7 @@ from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layo
 from seqloom.plan.pipeline import LayerRange, Pipeline, Stage
 from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch, sort_groups
-from seqloom.plan.validate import RULES
+from seqloom.plan.rules import RULES
 
 __all__ = [
     "RULES",
