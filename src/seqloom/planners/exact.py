@@ -87,9 +87,7 @@ class Model:
 def plan_exact(lengths: np.ndarray, cost: CostModel, *, nodes: int = 200_000) -> Plan:
     """The best plan, proven: over every way to reduce gradients, and in each over the checkpoint of every round.
 
-    Args:
-        lengths: int64[n] tokens, at most 20 of them, on at most 16 ranks.
-        nodes: of the branch-and-bound tree, per way to reduce; SeqloomError if the proof needs more.
+    SeqloomError if the proof needs more ``nodes`` of the branch-and-bound tree, per way to reduce.
     """
     if len(lengths) > MAX_DOCUMENTS or cost.ranks > MAX_RANKS:
         raise SeqloomError(

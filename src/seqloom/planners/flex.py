@@ -59,12 +59,10 @@ def plan_flex(
     only: MemoryPolicy | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Plan a batch: start every policy that can still win, and search the best one further.
+    """Plan a batch, int64[n] tokens: start every policy that can still win, and search the best one further.
 
     Args:
-        lengths: int64[n] tokens.
         evaluations: decodings for the local search; None chooses by size.
-        seed: start of its pseudo-random choices.
         only: the one policy to plan for; None tries all.
         quick: whether a small part of the local search is enough: to compare batches or clusters, not to run the plan.
     """
@@ -135,11 +133,7 @@ def virtual_shard_groups(tables: BatchTables) -> list[int]:
 
 
 def finish_searches(searches: list[FlexSearch], bound: int, evaluations: int | None, seed: int) -> FlexSearch:
-    """Spend the local search on the best start (on all of them if the batch is small); returns the best of all.
-
-    Args:
-        evaluations: decodings for each local search; None chooses by size.
-    """
+    """Spend the local search on the best start (on all of them if the batch is small); returns the best of all."""
     tables = searches[0].tables
     budget = default_evaluations(tables, searches[0].shard_group) if evaluations is None else evaluations
     for search in searches if len(tables.tokens) < REORDERED_BELOW else searches[:1]:
@@ -158,11 +152,7 @@ def default_evaluations(tables: BatchTables, shard_group: int) -> int:
 def placed_rounds(
     problem: BatchProblem, rounds: DecodedRounds, ranks: RankAssignment, documents: np.ndarray | None = None
 ) -> list[list[GroupPlacement]]:
-    """List the groups of every round of a decoding, in running order.
-
-    Args:
-        documents: int64[m] ids of the documents that were decoded; None if all of the problem's were.
-    """
+    """List the groups of every round of a decoding of these documents (None: all), in running order."""
     members: list[list[int]] = [[] for _ in range(int(rounds.count[0]))]
     ids = range(len(rounds.group_of)) if documents is None else documents.tolist()
     for document, group in zip(ids, rounds.group_of.tolist(), strict=True):

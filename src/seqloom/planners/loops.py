@@ -64,11 +64,9 @@ def lowest_free_block(degree: int, first: int, taken: np.ndarray, node: int) -> 
 
 
 def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.ndarray) -> bool:
-    """Place blocks of these degrees on the lowest free aligned ranks of ``[0, ranks)``; False if they do not fit.
+    """Place blocks of int64[g] falling degrees on the lowest free aligned ranks of ``[0, ranks)``; False: no room.
 
-    Args:
-        degrees: int64[g], descending.
-        starts: int64[g], receives the first rank of each block.
+    ``starts``, int64[g], receives the first rank of each block.
     """
     taken = np.zeros(ranks, np.int64)
     for group in range(degrees.shape[0]):
@@ -183,10 +181,9 @@ def fullest_group(
     tokens: np.ndarray,
     load: np.ndarray,
 ) -> tuple[int, int]:
-    """Find the most loaded group of the smallest shape, up to degree ``most``, that can take document ``k``.
+    """(shape, position in its list) of the most loaded group of the smallest shape, up to degree ``most``, for ``k``.
 
-    Returns:
-        shape and position in that shape's list, or (-1, -1).
+    (-1, -1) if no group can take document ``k``.
     """
     cost, shape_degree = t.cost, t.shape_degree
     for s in range(listed.shape[0]):
@@ -214,12 +211,9 @@ def fullest_group(
 def smallest_new_group(
     t: BatchTables, k: int, limit: int, least_degree: int, free: int, taken: np.ndarray, cursor: np.ndarray
 ) -> tuple[int, int]:
-    """Find the smallest degree, from index ``least_degree`` up, at which document ``k`` may open a group.
+    """(index of the degree, first rank) of the smallest group, from ``least_degree`` up, that ``k`` may open.
 
-    A round only ever takes ranks, so the search for a free block goes on from where it ended before.
-
-    Returns:
-        index of the degree and first rank of a free block, or (-1, -1).
+    (-1, -1) if there is none. A round only ever takes ranks, so the search goes on from where it ended before.
     """
     for d in range(least_degree, t.degrees.shape[0]):
         degree = t.degrees[d]
@@ -254,7 +248,7 @@ def fill_round(
         shortest: tokens of the smallest of them.
         descending: whether that order is by falling length: then runs of documents that cannot fit are skipped.
         joined: int64[w], receives the group of each document that is placed; other entries stay as they are.
-        groups: of `no_groups`; receives the groups of the round.
+        groups: receives the groups of the round.
 
     Returns:
         groups opened, time of the round (ns), total value placed.
@@ -358,8 +352,7 @@ def decode(t: BatchTables, target: int, params: DecodeParams, rounds: DecodedRou
     for long rounds, in which ranks with short documents run out of memory long before they run out of time: where to
     set the limit is the heart of the matter, and `flex.search` perturbs exactly these choices.
 
-    Returns:
-        total value of the documents that were not placed: 0 means that the target is met.
+    Returns the value of the documents that were not placed: 0 means that the target is met.
     """
     rounds.group_of[:] = -1
     rounds.count[:] = 0
@@ -424,13 +417,8 @@ def place_wide_document(
 ) -> bool:
     """Put document ``k`` on the block of degree ``t.degrees[d]`` where it ends first; False: nowhere in time.
 
-    It joins that block's last group if memory allows, or opens a group as a round of its own.
-
-    Args:
-        last_group: int64[I] group that a block, known by its first shard group, runs last; -1: none.
-        tokens_left: int64[I] tokens that this group may still take.
-        load: int64[I, L] time of its streams.
-        begin: int64[I] when it begins.
+    It joins that block's last group if memory allows, or opens a group as a round of its own. `last_group`, int64[I],
+    is known by the block's first shard group (-1: none); the arrays behind it are that group's.
     """
     width = t.degrees[d] // t.shard_group
     best, best_end, joins = -1, target + 1, False
@@ -619,11 +607,8 @@ class RankAssignment(NamedTuple):
 def assign_ranks(t: BatchTables, rounds: DecodedRounds, shard_group: int, ranks: RankAssignment) -> int:
     """Give every group its ranks and its round, longer groups on the shard groups that are free earliest.
 
-    Args:
-        shard_group: ranks of a real shard group; ``t.shard_group`` is the virtual one of the decoding.
-
-    Returns:
-        when the last shard group is done, ns; NEVER if the groups do not fit.
+    ``shard_group`` is the real one, ``t.shard_group`` the virtual one of the decoding. Returns when the last shard
+    group is done, ns; NEVER if the groups do not fit.
     """
     group_times(t, rounds, ranks.time)
     order = order_groups(t, rounds, ranks.time)
@@ -671,11 +656,7 @@ def order_groups(t: BatchTables, rounds: DecodedRounds, time: np.ndarray) -> np.
 def close_round(
     shard_group: int, base: int, width: int, groups: np.ndarray, numbered: int, ranks: RankAssignment
 ) -> int:
-    """Run these groups as a round on ``[base, base + width)`` as soon as its shard groups are free.
-
-    Returns:
-        rounds numbered so far.
-    """
+    """Run these groups as a round on ``[base, base + width)`` once its ranks are free; returns rounds numbered."""
     low, high = base // shard_group, (base + width) // shard_group
     end = ranks.load[low:high].max() + ranks.time[groups].max()
     ranks.round_of[groups] = numbered
@@ -695,10 +676,7 @@ def split_round(
 ) -> int:
     """Split a virtual round into rounds of real shard groups: each group goes where it may begin first.
 
-    Several groups smaller than a real shard group share one and run in lock step.
-
-    Returns:
-        rounds numbered so far.
+    Several groups smaller than a real shard group share one and run in lock step. Returns rounds numbered so far.
     """
     used = np.zeros(width // shard_group, np.int64)
     at = 0
@@ -737,15 +715,7 @@ def split_round(
 
 
 def first_fit(sizes: np.ndarray, capacity: int, out: np.ndarray) -> int:
-    """Put every item, in the order given, into the first bin that it fits into.
-
-    Args:
-        sizes: int64[n].
-        out: int64[n], receives the bin of every item.
-
-    Returns:
-        number of bins.
-    """
+    """Write to ``out`` the first bin that each item fits into, in the order given; returns the number of bins."""
     leaves = 1
     while leaves < sizes.shape[0]:
         leaves *= 2
@@ -765,18 +735,10 @@ def first_fit(sizes: np.ndarray, capacity: int, out: np.ndarray) -> int:
 
 
 def least_loaded(sizes: np.ndarray, work: np.ndarray, capacity: int, bins: int, overflow: bool, out: np.ndarray) -> int:
-    """Put every item, in the order given, into the bin with the least work of those it fits into; the first of equals.
+    """Write to ``out`` the bin with the least work of those that each item fits into; the first of equals.
 
-    With items by falling work this is longest processing time first (LPT).
-
-    Args:
-        sizes: int64[n].
-        work: int64[n].
-        overflow: whether an item that fits nowhere goes to the bin with the most capacity left.
-        out: int64[n], receives the bin of every item.
-
-    Returns:
-        work of the most loaded bin; -1 if an item fits nowhere.
+    With ``overflow``, an item that fits nowhere goes to the bin with the most capacity left. Returns the work of the
+    most loaded bin; -1 if an item fits nowhere.
     """
     held = np.zeros(bins, np.int64)
     load = np.zeros(bins, np.int64)
@@ -796,11 +758,9 @@ def least_loaded(sizes: np.ndarray, work: np.ndarray, capacity: int, bins: int, 
 
 
 def longest_left(left: np.ndarray, place: int) -> int:
-    """The last of the places ``0 .. place`` whose document is left; 0 stands before the first document.
+    """The last of the places ``0 .. place`` whose document is left; place ``k + 1`` is document ``k``, 0 is none.
 
-    Args:
-        left: int64[n + 1]: of every place itself, or a lower one to go on from. Paths are halved on the way.
-        place: 1 + the index of a document.
+    ``left``, int64[n + 1], has of every place itself, or a lower one to go on from. Paths are halved on the way.
     """
     while left[place] != place:
         left[place] = left[left[place]]
@@ -827,14 +787,11 @@ def fill_packs(
         sizes: int64[n] pad multiples of every document, ascending.
         upto: int64[longest + 1]: how many documents have at most so many pad multiples.
         left: int64[n + 1], see `longest_left`; what is taken is marked.
-        room: pad multiples of a pack.
+        room: pad multiples of a pack; ``per_step`` packs are a step.
         low: index of the first document of the level; those below it are of lower levels.
-        per_step: packs of a step.
-        first: number of the first pack.
-        out: int64[n], receives the pack of every document that is taken.
+        first: number of the first pack; ``out``, int64[n], receives the pack of every document that is taken.
 
-    Returns:
-        number of packs made.
+    Returns the number of packs made.
     """
     packs = 0
     while True:
@@ -905,9 +862,7 @@ def one_f_one_b_ns(times: np.ndarray, stages: int) -> int:
         stage 0    F0 F1    B0 F2 B1    B2
         stage 1       F0 B0 F1 B1 F2 B2
 
-    Args:
-        times: int64[v] ns of every micro-batch on a stage, in running order; a third of it is forward.
-        stages: of the pipeline.
+    ``times``, int64[v], are ns of every micro-batch on a stage, in running order; a third of it is forward.
     """
     count = times.shape[0]
     forward = times // 3
@@ -935,15 +890,8 @@ def estimate_pipeline_ns(
     The number of micro-batches is the one at which this is least, as if documents could be levelled freely: few cost
     few constants, many make the first and the last one short. None is shorter than the largest document.
 
-    Args:
-        work: ns of all documents on a stage.
-        tokens: of all documents.
-        largest: ns of the largest document.
-        count: documents.
-        fixed: ns of a micro-batch before any document.
-        max_tokens: that a micro-batch may hold.
-        stages: of the pipeline.
-        charge_largest: see `DispatchProblem`.
+    ``work`` and ``largest`` are ns on a stage of all ``count`` documents and of the largest; the others are those of
+    `DispatchProblem`.
     """
     if count == 0:
         return 0
@@ -1019,10 +967,8 @@ def dispatch_longest_first(p: DispatchProblem, pipeline_of: np.ndarray, loads: P
 def swap_rebalance(p: DispatchProblem, pipeline_of: np.ndarray, loads: PipelineLoads, evaluations: int) -> int:
     """Move documents away from the slowest pipeline, or exchange them, until nothing helps; returns its time, ns.
 
-    Every change makes the slower of two pipelines faster than the slowest was, so no assignment comes twice.
-
-    Args:
-        evaluations: changes that may be looked at.
+    Every change makes the slower of two pipelines faster than the slowest was, so no assignment comes twice. At most
+    ``evaluations`` changes are looked at.
     """
     while evaluations > 0:
         slow = int(np.argmax(loads.done))
@@ -1064,11 +1010,8 @@ def order_micro_batches(
 ) -> int:
     """Number micro-batches in running order, the largest in the middle and the smallest at both ends; returns ns.
 
-    A pipeline fills and drains at the pace of its first and its last micro-batches.
-
-    Args:
-        cost: int64[n] ns that every document adds to a stage.
-        batch: int64[n] micro-batch of every document; renumbered.
+    A pipeline fills and drains at the pace of its first and its last micro-batches. ``batch``, int64[n], the
+    micro-batch of every document, is renumbered.
     """
     times = np.zeros(count, np.int64)
     for i in range(batch.shape[0]):
@@ -1100,19 +1043,8 @@ def pack_micro_batches(
 
     One stage wants as few micro-batches as hold the tokens: each costs a constant. Several stages want them equal as
     well, and more of them: the pipeline fills and drains at the pace of the largest. Every number is tried, within
-    reason.
-
-    Args:
-        tokens: int64[n], falling; none is longer than `max_tokens`.
-        cost: int64[n] ns that every document adds to a stage.
-        fixed: ns of a micro-batch before any document.
-        max_tokens: that a micro-batch may hold.
-        stages: of the pipeline.
-        charge_largest: see `DispatchProblem`.
-        batch: int64[n], receives the micro-batch of every document, in running order.
-
-    Returns:
-        ns of the pipeline.
+    reason. The arguments are those of a `DispatchProblem` with this pipeline only; ``batch``, int64[n], receives the
+    micro-batch of every document, in running order. Returns ns of the pipeline.
     """
     if tokens.shape[0] == 0:
         return 0

@@ -186,12 +186,9 @@ def requested_stages(names: Sequence[str]) -> int:
 
 
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
-    """Plan one batch with the planner of that name; the plan is validated.
+    """Plan one batch, int64[n] tokens, with the planner of that name and its options; the plan is validated.
 
-    Args:
-        lengths: int64[n] tokens.
-        seed: start of the pseudo-random choices of planners that make any.
-        options: of that planner, see its function.
+    The seed starts the pseudo-random choices of planners that make any.
     """
     spec, given = parse_planner(name)
     if spec.seeded:
@@ -203,13 +200,7 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
 
 @dataclass(frozen=True, slots=True)
 class PlannerChoice:
-    """A planner with its options, as a value that another process can receive.
-
-    Attributes:
-        name: of the planner, see `make_plan`.
-        options: of that planner.
-        seed: of its pseudo-random choices.
-    """
+    """A planner with its options, see `make_plan`, as a value that another process can receive."""
 
     name: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -249,12 +240,8 @@ def plan_batches(
     """Plan every batch with every planner, one after another.
 
     ``static`` keeps one degree for all batches, as a run would; ``auto`` also sees what the others found for a batch.
-
-    Args:
-        progress: called with the planner's name and the batch's index before each planning.
-
-    Returns:
-        one dictionary per batch, from the name as given to its plan.
+    ``progress`` is called with the planner's name and the batch's index before each planning. Returns one dictionary
+    per batch, from the name as given to its plan.
     """
     options: dict[str, dict[str, Any]] = {name: {} for name in names}
     if "static" in options:

@@ -141,17 +141,13 @@ def _prefix_rates(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> l
 def equal_cuts(
     length: int, pieces: int, cost: Callable[[int], int], *, multiple: int = 1, floor: int = 1
 ) -> tuple[int, ...]:
-    """Cut a document into pieces of equal cost, by bisection in integers: the same borders on every machine.
+    """Borders 0, .., `length` of pieces of equal cost, by bisection in integers: the same on every machine.
 
     Args:
-        length: tokens of the document.
-        pieces: number of pieces; the result has fewer if they would be shorter than `floor`.
+        pieces: their number; the result has fewer if they would be shorter than `floor`.
         cost: of the first x tokens: 0 for none, never falling, in any unit.
         multiple: borders inside the document are rounded to multiples of this; equal borders become one.
         floor: least tokens of a piece, below which kernels lose efficiency; a shorter document stays whole.
-
-    Returns:
-        Borders 0, .., `length`: one more than pieces.
     """
     if not 1 <= pieces <= length:
         raise PlanError(
@@ -204,11 +200,7 @@ def place_long_sequences(
 ) -> list[Chain]:
     """Cut the documents that are too long for one micro-batch, and place them in chains, those with most pieces first.
 
-    Args:
-        costs: of the batch.
-        targets_ns: time of a piece of every such document.
-        degree: of their groups.
-        max_tokens: of a micro-batch on a rank.
+    ``targets_ns`` has the time of a piece of every such document; a micro-batch has ``max_tokens`` on a rank.
     """
     cuts = {}
     for k, target_ns in targets_ns.items():

@@ -115,13 +115,7 @@ def pack_documents(
 ) -> list[StageGroups]:
     """Pack whole documents into micro-batches with pieces and into new ones, which follow by falling time.
 
-    Args:
-        costs: of the batch.
-        documents: to pack.
-        shape_of: int64[n] shape of every document.
-        in_pieces: groups of the micro-batches with pieces of long sequences.
-        target_ns: time of a micro-batch.
-        max_tokens: of a micro-batch on a rank.
+    ``shape_of`` is int64[n]; ``in_pieces`` has the groups of the micro-batches with pieces of long sequences.
     """
 
     def key(k: int) -> tuple[int, int, int]:

@@ -87,11 +87,9 @@ def plan_pipeline(
     schedule: str = "auto",
     layers: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan a batch for a pipeline.
+    """Plan a batch, int64[n] tokens, for a pipeline.
 
     Args:
-        lengths: int64[n] tokens.
-        cost: prices.
         stages: number of pp_ranks, with equally many ranks each; None takes the best of 2, 4 and 8.
         chunks: stages of every pp_rank.
         pieces: of the longest document; None tries several numbers.
@@ -247,10 +245,9 @@ class PipelineSearch:
     def _document_costs(self, base: int) -> tuple[DocumentCosts, int]:
         """(the batch priced under a policy, capacity of a rank in tokens of a micro-batch)."""
         checkpoint = self.policies[base].checkpoint
-        memory_policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
-        return DocumentCosts.of(self.lengths, self.cost, self.layout, memory_policy), dict(self.limits.capacity)[
-            checkpoint
-        ]
+        policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+        costs = DocumentCosts.of(self.lengths, self.cost, self.layout, policy)
+        return costs, dict(self.limits.capacity)[checkpoint]
 
     def _sizes(self, base: int, in_flight: int = 1) -> Iterator[MicroBatches]:
         """Micro-batches of every size to try, so small that a rank can hold `in_flight` of them at a time.

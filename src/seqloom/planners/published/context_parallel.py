@@ -32,11 +32,9 @@ from seqloom.planners.published.tuned_plan import RivalGroup, Rounds, tuned_plan
 
 
 def plan_te_cp(lengths: np.ndarray, cost: CostModel, *, routed: bool = False) -> Plan:
-    """Plan a batch as one ring over all ranks.
+    """Plan a batch, int64[n] tokens, as one ring over all ranks.
 
-    Args:
-        lengths: int64[n] tokens.
-        routed: Zeppelin's routing layer under the same ring: the first row of its ablation.
+    ``routed`` puts Zeppelin's routing layer under the same ring: the first row of its ablation.
     """
     return _over_all_ranks(lengths, cost, "te-cp", Method.RING, routed)
 
@@ -63,14 +61,7 @@ def plan_hybrid_dp(lengths: np.ndarray, cost: CostModel) -> Plan:
 
 
 def hand_out(tokens: np.ndarray, work: np.ndarray, capacity: int, ranks: int) -> Rounds:
-    """Rounds of documents on as many ranks as they need, and of packs on one rank.
-
-    Args:
-        tokens: int64[n] of every document.
-        work: float64[n] FLOPs of every document.
-        capacity: tokens of a rank in a round.
-        ranks: of the world.
-    """
+    """Rounds of documents on as many ranks as they need, and of packs on one rank; ``work`` is float64[n] FLOPs."""
     rounds: Rounds = []
     load = [0.0] * ranks  # FLOPs so far
     begins = [0] * ranks  # the first round that has nothing for the rank yet

@@ -45,12 +45,11 @@ def plan_flexsp(
     time_limit_s: float | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Plan a batch as FlexSP does.
+    """Plan a batch, int64[n] tokens, as FlexSP does.
 
     Args:
-        lengths: int64[n] tokens.
         smallest: least degree of a group. 1 is the paper's; the released solver begins at 2.
-        buckets: buckets per micro-batch to begin with.
+        buckets: per micro-batch to begin with.
         counts: values of M to try.
         nodes: branch-and-bound nodes per micro-batch. The plan is the same on any machine.
         gap: a micro-batch this close to the solver's bound is good enough; counts with ``nodes``.
@@ -185,14 +184,8 @@ def floor_ns(tables: CostTables, documents: np.ndarray, ranks: int) -> int:
 def blast(tokens: np.ndarray, count: int) -> list[np.ndarray]:
     """Cut documents into ``count`` consecutive, non-empty chunks with the least largest token sum.
 
-    Of equally good cuts the last chunk is the longest, then the one before it: the published tie-break.
-
-    Args:
-        tokens: int64[n], positive, in the order in which they are to be cut.
-        count: 1 to n chunks.
-
-    Returns:
-        the positions in each chunk, in order.
+    Of equally good cuts the last chunk is the longest, then the one before it: the published tie-break. Returns the
+    positions in each chunk, in order.
     """
     n = len(tokens)
     sums = np.concatenate([[0], np.cumsum(tokens)])
@@ -245,13 +238,10 @@ class Buckets(NamedTuple):
 
 
 def bucket(tokens: np.ndarray, least: int, capacity: int) -> Buckets:
-    """Bucket documents with the least added tokens.
+    """Bucket the documents of one micro-batch, int64[n] tokens, with the least added tokens.
 
-    Args:
-        tokens: int64[n] of one micro-batch.
-        least: buckets to begin with; more follow, one by one, until the bucketed tokens are at most half-way between
-            the true ones and ``capacity``, so that rounding up never makes a micro-batch look too large.
-        capacity: tokens the cluster holds in a round.
+    Begins with ``least`` buckets; more follow, one by one, until the bucketed tokens are at most half-way between the
+    true ones and ``capacity``, that of the cluster, so that rounding up never makes a micro-batch look too large.
     """
     values, kind, copies = np.unique(tokens, return_inverse=True, return_counts=True)
     total = int(tokens.sum())
@@ -308,13 +298,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, problem: BatchProblem, menu: dict[int, int], documents: np.ndarray, least: int) -> MicroBatch:
-        """Set up a micro-batch.
-
-        Args:
-            menu: shape index by degree, ascending.
-            documents: int64[n] indices into the batch.
-            least: buckets to begin with.
-        """
+        """Set up a micro-batch; ``menu`` has shape indices by degree, ascending, ``least`` is that of `bucket`."""
         tables, ranks = problem.tables, problem.cost.ranks
         tokens = tables.tokens[documents]
         buckets = bucket(tokens, least, ranks * tables.capacity)
@@ -353,16 +337,10 @@ class MicroBatch:
 
 
 def virtual_groups(degrees: np.ndarray, tokens: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
-    """Degrees of the groups that may be opened, falling.
+    """Degrees of the groups that may be opened, falling; ``degrees``, int64[D], ascend.
 
     Published pruning: beside the documents that need the largest degree, each counted in a group of its own, smaller
     degrees get only what is left of the cluster.
-
-    Args:
-        degrees: int64[D] ascending.
-        tokens: int64[n] of the micro-batch.
-        capacity: tokens a rank holds.
-        ranks: of the cluster.
     """
     needed = degrees[np.searchsorted(degrees * capacity, tokens)]
     largest = int(needed.max())
@@ -464,12 +442,7 @@ class BucketedMilp:
         return int(times[:, opened].max())
 
     def solve(self, start: np.ndarray | None, budget: Budget) -> np.ndarray | None:
-        """int64[Q, P] documents of each bucket in each group; None if the solver found nothing.
-
-        Args:
-            start: an answer to begin with.
-            budget: when to stop.
-        """
+        """int64[Q, P] documents of each bucket in each group, from a ``start``; None if the solver found nothing."""
         highspy = require_highspy()
         solver = highspy.Highs()
         solver.silent()
@@ -555,13 +528,7 @@ class _Rows:
         lower: np.ndarray | float,
         upper: np.ndarray | float,
     ) -> None:
-        """Append a block of rows, as many as the bounds have entries.
-
-        Args:
-            terms: (row within the block, column, coefficient), broadcast together.
-            lower: least activity of each row.
-            upper: largest activity of each row.
-        """
+        """Append a block of rows: (row within the block, column, coefficient) broadcast together, between bounds."""
         low, high = np.broadcast_arrays(np.asarray(lower, float), np.asarray(upper, float))
         for row, column, value in terms:
             parts = np.broadcast_arrays(row + self.count, column, np.asarray(value, float))
@@ -608,11 +575,7 @@ def highs_model(
 ) -> Any:
     """A ``highspy.HighsLp``: minimise ``cost @ x`` with ``x`` and ``matrix @ x`` between their limits.
 
-    Args:
-        cost: float64[columns].
-        columns: lower and upper limits of x; infinities are allowed.
-        integer: bool per column.
-        rows: lower and upper limits of ``matrix @ x``.
+    ``columns`` and ``rows`` are the lower and upper limits of the two; infinities are allowed.
     """
     highspy = require_highspy()
     model = highspy.HighsLp()

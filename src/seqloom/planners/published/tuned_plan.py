@@ -45,11 +45,9 @@ def tuned_plan(
     halved: bool = True,
     finish: Callable[[StageMicroBatch], StageMicroBatch] = lambda work: work,
 ) -> Plan:
-    """The fastest plan that a published algorithm gives.
+    """The fastest plan of a batch, int64[n] tokens, that a published algorithm gives.
 
     Args:
-        lengths: int64[n] tokens.
-        name: of the planner.
         published: the algorithm: (int64[n] tokens of every document, tokens a rank may hold) -> the groups of every
             round.
         halved: whether smaller capacities than the largest change its answer.

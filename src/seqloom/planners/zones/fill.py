@@ -226,11 +226,7 @@ class Cut(NamedTuple):
 
 
 def fill_round(prices: ZonePrices, documents: Sequence[int], begin: list[int], target: FillTarget) -> RankLoads:
-    """Place the documents of one round, which come by falling time.
-
-    Args:
-        begin: ns at which each rank is free.
-    """
+    """Place the documents of one round, which come by falling time; rank i is free from ``begin[i]`` ns on."""
     loads = RankLoads.empty(begin, prices.capacity)
     tokens, whole = prices.tokens_list, prices.whole_ns_list
     cut, rest = [], []
@@ -314,10 +310,7 @@ def _cheapest_cut(
 ) -> Cut | None:
     """The cheapest cut of document ``k`` that ends within the target; else the one that ends first, before ``ends``.
 
-    Args:
-        load: int64[ranks] ns, those of ``loads``.
-        tokens_left: int64[ranks], likewise.
-        most: rank-ns that it may cost.
+    ``load`` and ``tokens_left``, int64[ranks], are those of ``loads``. The cut may cost ``most`` rank-ns.
     """
     at, size = prices.column[k], int(prices.tokens[k])
     priced = prices.cut_prices(target.hidden)
@@ -357,16 +350,10 @@ def _best_group(loads: RankLoads, s: int, share: int, rank_ns: int) -> tuple[int
 def best_ranks(
     shape: GroupShape, load: np.ndarray, tokens_left: np.ndarray, share: int, node_size: int
 ) -> tuple[int, Ranks] | None:
-    """The least loaded ranks that a group of this shape may have, each with room for ``share`` tokens.
+    """The least loaded ranks that a group of this shape may have, with the load of the fullest; None: no room.
 
-    Inside a node these are any aligned Ulysses blocks of it (any ranks, for a pure ring), across nodes whole nodes.
-
-    Args:
-        load: int64[ranks] ns.
-        tokens_left: int64[ranks] tokens that each rank may still hold.
-
-    Returns:
-        load of the fullest of them and the ranks, or None where there is no room.
+    Each has room for ``share`` tokens. Inside a node these are any aligned Ulysses blocks of it (any ranks, for a pure
+    ring), across nodes whole nodes. ``load`` and ``tokens_left`` are int64[ranks].
     """
     inner = shape.ulysses
     load = np.where(tokens_left >= share, load, NEVER)
@@ -392,28 +379,24 @@ def swap_rebalance(prices: ZonePrices, loads: RankLoads, times: np.ndarray, begi
     """Move or exchange whole documents between slow and fast ranks, all pairs of ranks at once, as long as it helps.
 
     The slowest rank is paired with the fastest and so on; in every other sweep with the least fast one and so on.
-
-    Args:
-        times: int64[ranks] ns that the ranks take; changed along with the loads.
-        begin: int64[ranks] ns at which they are free.
+    ``times``, int64[ranks] ns that the ranks take from ``begin`` on, change along with the loads.
     """
     times += begin
     tokens_left = np.array(loads.tokens_left)
     even = int(times.sum()) // len(times)
-    idle = 0
+    idle = 0  # sweeps without gain
     for sweep in range(SWEEPS):
         order = np.argsort(times, kind="stable")
         movable = np.array([bool(documents) for documents in loads.whole])
         slow = order[(times[order] - even > even // EVEN) & movable[order]][::-1]
         fast = order[times[order] <= even]
         pairs = min(len(slow), len(fast))
+        if not pairs:
+            break
         turned = fast[:pairs] if sweep % 2 == 0 else fast[:pairs][::-1]
-        idle = (
-            0
-            if pairs and _sweep(prices, loads, times, tokens_left, slow[:pairs].tolist(), turned.tolist())
-            else idle + 1
-        )
-        if not pairs or idle == 2:
+        gained = _sweep(prices, loads, times, tokens_left, slow[:pairs].tolist(), turned.tolist())
+        idle = 0 if gained else idle + 1
+        if idle == 2:
             break
     times -= begin
     loads.tokens_left[:] = tokens_left.tolist()
@@ -424,8 +407,7 @@ def _sweep(
 ) -> bool:
     """Make the best exchange of each pair: a document of the slow rank for one of the fast rank, or for none.
 
-    Returns:
-        whether any pair gained.
+    Returns whether any pair gained.
     """
     given, taken = _shortest(loads, slow), _shortest(loads, fast)
     taken = np.concatenate([np.full((len(fast), 1), -1), taken], axis=1)
@@ -486,11 +468,9 @@ def rank_times(prices: ZonePrices, loads: RankLoads) -> np.ndarray:
 
 
 def finish(prices: ZonePrices, loads: RankLoads, times: np.ndarray, ready: np.ndarray) -> np.ndarray:
-    """int64[shard groups] ns: when every shard group is done after this round.
+    """int64[shard groups] ns: when every shard group, free from ``ready`` on, is done after this round.
 
-    Args:
-        times: int64[ranks] ns that each rank takes in the round.
-        ready: int64[shard groups] ns at which each shard group is free.
+    ``times``, int64[ranks], are ns that each rank takes in the round.
     """
     size = prices.cost.shard_group_size
     slowest = times.reshape(-1, size).max(axis=1)

@@ -80,12 +80,10 @@ class FilledRounds:
 def plan_zones(
     lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, only: MemoryPolicy | None = None
 ) -> Plan:
-    """Plan a batch with groups that may share ranks.
+    """Plan a batch, int64[n] tokens, with groups that may share ranks.
 
-    Args:
-        lengths: int64[n] tokens.
-        evaluations: fillings of each round; None chooses by size.
-        only: the one policy to plan for; None tries all that can still win.
+    ``evaluations`` are fillings of each round; None chooses by size. ``only`` is the one policy to plan for; None tries
+    all that can still win.
     """
     if cost.tensor > 1:
         raise SeqloomError(
@@ -160,9 +158,7 @@ def split_sorted(prices: ZonePrices, rounds: int) -> list[list[int]]:
 def fill_rounds(prices: ZonePrices, split: list[list[int]], fillings: int) -> FilledRounds:
     """Fill rounds one after another; what finds no room goes to the next one, or makes further rounds.
 
-    Args:
-        split: the documents of every round, each by falling time.
-        fillings: tried for each round.
+    ``split`` has the documents of every round, each by falling time; ``fillings`` are tried for each.
     """
     ready = np.zeros(prices.cost.ranks // prices.cost.shard_group_size, np.int64)
     rounds: list[RankLoads] = []
@@ -184,14 +180,9 @@ def fill_rounds(prices: ZonePrices, split: list[list[int]], fillings: int) -> Fi
 def best_filling(
     prices: ZonePrices, documents: Sequence[int], ready: np.ndarray, fillings: int
 ) -> tuple[RankLoads, np.ndarray]:
-    """The best of so many fillings of one round.
+    """The best of so many fillings of one round, with int64[shard groups] ns at which the shard groups are done.
 
-    Args:
-        documents: by falling time.
-        ready: int64[shard groups] ns at which each shard group is free.
-
-    Returns:
-        the loads, and int64[shard groups] ns at which the shard groups are done.
+    The documents come by falling time; the shard groups are free from ``ready`` on.
     """
     search = FillSearch(prices, documents, ready)
     best: Filling | None = None
