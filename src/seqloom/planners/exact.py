@@ -17,7 +17,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.flex import searched_ns, tiles
 from seqloom.planners.problem import BatchProblem, GroupPlacement, fitting_problems
-from seqloom.planners.published.flexsp import Matrix, highs_model, require_highspy
+from seqloom.planners.published.flexsp import highs_model, require_highspy
 
 MAX_DOCUMENTS = 20
 MAX_RANKS = 16
@@ -68,7 +68,7 @@ class Model:
         for name, value in options.items():
             solver.setOptionValue(name, value)
         low, high, columns, values = zip(*self.rows, strict=True)
-        matrix = Matrix(
+        matrix = (
             np.cumsum([0, *map(len, columns)]).astype(np.int32),
             np.concatenate(columns).astype(np.int32),
             np.concatenate(values),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,10 +41,6 @@ class CutThresholds:
     intra_forced: int | None
     inter_pays: int | None
     inter_forced: int | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The thresholds for a report in JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class PlacementKey(NamedTuple):
@@ -106,7 +102,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation for a report in JSON."""
-        return {"bounds": self.thresholds.as_dict(), "classes": [one.as_dict() for one in self.classes]}
+        return {"bounds": asdict(self.thresholds), "classes": [one.as_dict() for one in self.classes]}
 
 
 def method_name(shape: GroupShape) -> str:

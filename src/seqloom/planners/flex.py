@@ -13,9 +13,9 @@ The budget counts decodings, so the same inputs give the same answer on any mach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain, repeat
 from random import Random
 
 import numpy as np
@@ -299,10 +299,10 @@ class FlexSearch:
             target = self.reached_ns - self.reached_ns // STRIDE
             left = self.attempt(target, params)
             taken, first = self._limits_taken(), self.evaluations
-            for change in changes(len(taken), random):
+            for shift in shifts(len(taken)):
                 if left == 0 or self.evaluations >= stop:
                     break
-                candidate = change(params, taken)
+                candidate = changed(params, taken, shift, random)
                 remaining = self.attempt(target, candidate)
                 if remaining < left or (remaining == left and self.evaluations > first + PLATEAU):
                     params, left, taken = candidate, remaining, self._limits_taken()
@@ -315,27 +315,21 @@ class FlexSearch:
         return self.rounds.limit_index[: max(1, self.rounds.count[1])].copy()
 
 
-Change = Callable[[DecodeParams, np.ndarray], DecodeParams]
-"""From the current parameters, and the limits that they led to, to parameters that differ in one respect."""
+def shifts(rounds: int) -> Iterator[tuple[int, int] | None]:
+    """(Round, steps of its limit) of the early rounds, nearest limits first; then None, any change, without end."""
+    steps = (1, -1, 2, -2, 3, -3, 5, -4, 7, -6, 9)
+    return chain([(index, step) for step in steps for index in range(min(rounds, 6))], repeat(None))
 
 
-def changes(rounds: int, random: Random) -> Iterator[Change]:
-    """Changes to try, endless: first every early round's limit, nearest ones first, then anything at random."""
-    for step in (1, -1, 2, -2, 3, -3, 5, -4, 7, -6, 9):
-        for index in range(min(rounds, 6)):
-            yield partial(_shift_limit, index=index, step=step)
-    while True:
-        yield partial(_change_at_random, random=random)
+def changed(params: DecodeParams, taken: np.ndarray, shift: tuple[int, int] | None, random: Random) -> DecodeParams:
+    """Parameters that differ in one respect from those that led to these limits.
 
-
-def _shift_limit(params: DecodeParams, taken: np.ndarray, *, index: int, step: int) -> DecodeParams:
-    """Take a neighbouring limit for one of the first rounds."""
-    index = min(index, len(taken) - 1)
-    return params._replace(limit_index=replaced(params.limit_index, index, max(0, int(taken[index]) + step)))
-
-
-def _change_at_random(params: DecodeParams, taken: np.ndarray, *, random: Random) -> DecodeParams:
-    """Change the order (of small batches), the degree that a document starts from, or some round's limit."""
+    Without a shift, change at random the order (of small batches), the degree that a document starts from, or some
+    round's limit.
+    """
+    if shift is not None:
+        index = min(shift[0], len(taken) - 1)
+        return params._replace(limit_index=replaced(params.limit_index, index, max(0, int(taken[index]) + shift[1])))
     n, draw = len(params.order), random.random()
     if n < REORDERED_BELOW and draw < 0.5:
         return params._replace(order=reordered(params.order, random), descending=False)

@@ -17,7 +17,7 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.packing import best_fit_decreasing
-from seqloom.planners.problem import BatchProblem, GroupPlacement, PlacedRounds, StepPricer, fitting_problems
+from seqloom.planners.problem import BatchProblem, GroupPlacement, PlacedRounds, fitting_problems
 
 
 class UniformAnswer(NamedTuple):
@@ -90,8 +90,7 @@ def uniform_answers(problems: Sequence[BatchProblem], degrees: Sequence[int]) ->
     """Pack and price every degree under every policy that holds the batch in it, each in its best shape."""
     answers = []
     for problem in problems:
-        tables, pricer = problem.tables, StepPricer(problem)
-        longest = int(tables.tokens.max())
+        tables, longest = problem.tables, int(problem.tables.tokens.max())
         for degree in degrees:
             if longest > degree * tables.capacity:
                 continue
@@ -99,7 +98,7 @@ def uniform_answers(problems: Sequence[BatchProblem], degrees: Sequence[int]) ->
             candidates = []
             for shape in np.flatnonzero(tables.degree == degree).tolist():
                 rounds = rounds_in_order(problem, bins, shape)
-                candidates.append(UniformAnswer(pricer.step_ns(rounds), degree, problem, rounds))
+                candidates.append(UniformAnswer(problem.step_ns(rounds), degree, problem, rounds))
             answers.append(min(candidates, key=lambda answer: answer.ns))
     return answers
 

@@ -129,16 +129,10 @@ class DocumentOptions:
 
     def select(self, options: np.ndarray, documents: np.ndarray) -> DocumentOptions:
         """Some options (bool[O]) of some documents (bool[m])."""
-        return DocumentOptions(
-            degree=self.degree[options],
-            round_fixed=self.round_fixed[options],
-            group_fixed=self.group_fixed[options],
-            cost=self.cost[options][:, documents],
-            movable=self.movable[options][:, documents],
-            solo_ns=self.solo_ns[options][:, documents],
-            memory_share=self.memory_share[options][:, documents],
-            tokens=self.tokens[documents],
-        )
+        by_option = (self.degree, self.round_fixed, self.group_fixed)
+        by_both = (self.cost, self.movable, self.solo_ns, self.memory_share)
+        selected = [each[options] for each in by_option] + [each[options][:, documents] for each in by_both]
+        return DocumentOptions(*selected, tokens=self.tokens[documents])
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ solved first, and an M that can no longer win is given up: that saves time and c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
@@ -24,11 +24,13 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.loops import NEVER
 from seqloom.planners.packing import least_loaded
-from seqloom.planners.problem import BatchProblem, GroupPlacement, StepPricer, fitting_problems
+from seqloom.planners.problem import CHECKPOINTS, BatchProblem, GroupPlacement, fitting_problems
 from seqloom.planners.uniform import holding_degrees, uniform_answers
 
 ROWS = 512
 """Ends of buckets whose starts are compared at once: limits the memory of the dynamic programme."""
+Matrix = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A sparse matrix in compressed rows: int32 where each row begins, int32 columns and float64 values of its entries."""
 MS = 1e-6
 """Milliseconds per nanosecond: times are scaled so that the solver's tolerances mean something."""
 
@@ -60,11 +62,11 @@ def plan_flexsp(
     require_highspy()
     problem = _fastest_problem(lengths, cost)
     menu = _menu(problem, smallest)
-    pricer, budget = StepPricer(problem), Budget(nodes, gap, time_limit_s)
+    options = solver_options(nodes, gap, time_limit_s)
     best: tuple[int, list[list[GroupPlacement]]] | None = None
     for window in _windows(problem, menu, buckets, counts):
         for micro_batches in sorted(window, key=_promise):
-            found = _solve(pricer, menu, micro_batches, budget, seed, None if best is None else best[0])
+            found = _solve(problem, menu, micro_batches, options, seed, None if best is None else best[0])
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is not None:
@@ -128,27 +130,27 @@ def _promise(micro_batches: list[MicroBatch]) -> tuple[bool, int, int]:
 
 
 def _solve(
-    pricer: StepPricer,
+    problem: BatchProblem,
     menu: dict[int, int],
     micro_batches: list[MicroBatch],
-    budget: Budget,
+    options: Mapping[str, Any],
     seed: int,
     to_beat: int | None,
 ) -> tuple[int, list[list[GroupPlacement]]] | None:
     """Step time and rounds for one M; None if a micro-batch has no answer or ``to_beat`` ns stands."""
-    random, problem = Random(seed), pricer.problem
+    random = Random(seed)
     lock_step = problem.cost.shard_group_size == problem.cost.ranks
-    fastest = pricer.tables()
+    fastest = problem.checkpoint_tables(next(c for c in CHECKPOINTS if c in problem.capacities))
     floors = [floor_ns(fastest, one.documents, problem.cost.ranks) if lock_step else 0 for one in micro_batches]
     rounds: list[list[GroupPlacement]] = []
     for number, one in enumerate(micro_batches):
-        if to_beat is not None and pricer.step_ns(rounds) + sum(floors[number:]) >= to_beat:
+        if to_beat is not None and problem.step_ns(rounds) + sum(floors[number:]) >= to_beat:
             return None
-        placed = one.answer(budget)
+        placed = one.answer(options)
         if placed is None:
             return None
         rounds.append(_placements(problem, menu, one.milp.degree, one.draw(placed, random)))
-    return pricer.step_ns(rounds), rounds
+    return problem.step_ns(rounds), rounds
 
 
 def _placements(
@@ -318,10 +320,10 @@ class MicroBatch:
             start = best_start(programme)
         return cls(documents, buckets, programme, start)
 
-    def answer(self, budget: Budget) -> np.ndarray | None:
+    def answer(self, options: Mapping[str, Any]) -> np.ndarray | None:
         """int64[Q, P] documents of each bucket in each group; the start if the solver finds nothing."""
         known = None if self.start is None else self.start[1]
-        found = self.milp.solve(known, budget)
+        found = self.milp.solve(known, options)
         return known if found is None else found
 
     def draw(self, placed: np.ndarray, random: Random) -> list[list[int]]:
@@ -399,22 +401,12 @@ def homogeneous(milp: BucketedMilp, degree: int) -> np.ndarray | None:
 #     sum_q cost_lpq A_qp <= (T - fixed_lp) m_p
 
 
-class Budget(NamedTuple):
-    """When the solver stops working on one micro-batch."""
-
-    nodes: int
-    """Branch-and-bound nodes: the same answer on any machine."""
-    gap: float
-    """Relative distance to the solver's bound that is good enough; counts with ``nodes`` only."""
-    time_limit_s: float | None = None
-    """Seconds of wall time in place of the other two, as published."""
-
-    def options(self) -> dict[str, Any]:
-        """HiGHS settings: one thread, and one of the two budgets."""
-        common: dict[str, Any] = {"threads": 1, "parallel": "off", "random_seed": 0}
-        if self.time_limit_s is not None:
-            return {**common, "time_limit": float(self.time_limit_s)}
-        return {**common, "mip_max_nodes": self.nodes, "mip_rel_gap": self.gap}
+def solver_options(nodes: int, gap: float, time_limit_s: float | None = None) -> dict[str, Any]:
+    """HiGHS settings: one thread, and when to stop on one micro-batch, see `plan_flexsp`."""
+    common: dict[str, Any] = {"threads": 1, "parallel": "off", "random_seed": 0}
+    if time_limit_s is not None:
+        return {**common, "time_limit": float(time_limit_s)}
+    return {**common, "mip_max_nodes": nodes, "mip_rel_gap": gap}
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,12 +433,12 @@ class BucketedMilp:
         times = self.fixed + np.einsum("lpq,qp->lp", self.cost, placed)
         return int(times[:, opened].max())
 
-    def solve(self, start: np.ndarray | None, budget: Budget) -> np.ndarray | None:
+    def solve(self, start: np.ndarray | None, options: Mapping[str, Any]) -> np.ndarray | None:
         """int64[Q, P] documents of each bucket in each group, from a ``start``; None if the solver found nothing."""
         highspy = require_highspy()
         solver = highspy.Highs()
         solver.silent()
-        for name, value in budget.options().items():
+        for name, value in options.items():
             solver.setOptionValue(name, value)
         limit = None if start is None else self.value_ns(start)
         q, p = self._pairs(limit)
@@ -543,18 +535,7 @@ class _Rows:
         keep = np.flatnonzero(value)
         order = keep[np.lexsort((column[keep], row[keep]))]
         starts = np.searchsorted(row[order], np.arange(self.count + 1))
-        return Matrix(starts.astype(np.int32), column[order].astype(np.int32), value[order])
-
-
-class Matrix(NamedTuple):
-    """A sparse matrix in compressed rows."""
-
-    start: np.ndarray
-    """int32[rows + 1]: where each row begins."""
-    column: np.ndarray
-    """int32[entries]"""
-    value: np.ndarray
-    """float64[entries]"""
+        return starts.astype(np.int32), column[order].astype(np.int32), value[order]
 
 
 def require_highspy() -> Any:

@@ -142,12 +142,9 @@ class ZonePrices:
             group_ns=np.stack([cut.fixed[0] - fixed, np.where(cut.fixed[1] > 0, cut.fixed[1] - fixed, 0)]),
         )
 
-    def cut_prices(self, hidden: bool) -> CutPrices:
-        """Prices of cuts; ``hidden``: the rank's other work is taken to hide the ring's messages."""
-        return self._cut_prices[hidden]
-
     @cached_property
-    def _cut_prices(self) -> tuple[CutPrices, CutPrices]:
+    def cut_prices(self) -> tuple[CutPrices, CutPrices]:
+        """Prices of cuts: with the ring's messages exposed, and hidden behind the rank's other work."""
         computing = self.compute_ns + self.group_ns[0][:, None]
         exposed = np.maximum(computing, self.ring_ns + self.group_ns[1][:, None])
         degree = np.array([shape.degree for shape in self.shapes], np.int64)[:, None]
@@ -259,7 +256,7 @@ def _place_rest(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, 
     """Put documents whole on the least loaded rank with room, or cut those that would end late there."""
     tokens, whole = prices.tokens_list, prices.whole_ns_list
     load, tokens_left, column = loads.load, loads.tokens_left, prices.column
-    cheapest = prices.cut_prices(target.hidden).cheapest
+    cheapest = prices.cut_prices[target.hidden].cheapest
     heap = [(load[rank], rank) for rank in range(len(load))]
     heapify(heap)
     full: list[tuple[int, int]] = []  # (-tokens left, rank) of ranks without room for the document at hand
@@ -313,7 +310,7 @@ def _cheapest_cut(
     ``load`` and ``tokens_left``, int64[ranks], are those of ``loads``. The cut may cost ``most`` rank-ns.
     """
     at, size = prices.column[k], int(prices.tokens[k])
-    priced = prices.cut_prices(target.hidden)
+    priced = prices.cut_prices[target.hidden]
     rank_ns, total_ns = priced.rank_ns[:, at].tolist(), priced.total_ns[:, at].tolist()
     limit, least = (int(NEVER), target.degrees[k]) if k in target.degrees else (target.limit, 2)
     best: Cut | None = None

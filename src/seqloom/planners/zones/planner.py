@@ -231,7 +231,7 @@ class FillSearch:
         self.level = (int(prices.whole_ns[documents].sum()) + int(self.begin.sum())) // len(self.begin) + 1
         """ns at which all ranks would end together."""
         columns = [prices.column[k] for k in documents if k in prices.column]
-        shortest = prices.cut_prices(False).rank_ns[:, columns].min(axis=0) if columns else np.zeros(1, np.int64)
+        shortest = prices.cut_prices[False].rank_ns[:, columns].min(axis=0) if columns else np.zeros(1, np.int64)
         self.least = int(shortest[shortest < NEVER].max(initial=0))
         """ns below which some document cannot be cut."""
         self.break_even = 0
