@@ -204,7 +204,6 @@ def _faster_problems(problem: BatchProblem) -> list[BatchProblem]:
 
 
 def _subset(tables: BatchTables, documents: np.ndarray) -> BatchTables:
-    """The tables of some of the documents."""
     return tables._replace(
         tokens=tables.tokens[documents],
         cost=np.ascontiguousarray(tables.cost[:, :, documents]),

@@ -88,51 +88,31 @@ def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.
 class BatchTables(NamedTuple):
     """One batch under one policy of the cost model."""
 
-    tokens: np.ndarray
-    """int64[n]: tokens a document occupies, padded."""
-    cost: np.ndarray
-    """int64[L, S, n]: time that a document adds to each stream of a group of each shape."""
-    fixed: np.ndarray
-    """int64[L, S]: time of a group before its first document."""
-    shape_degree: np.ndarray
-    """int64[S]: ranks of a group of each shape, ascending."""
-    degrees: np.ndarray
-    """int64[D]: the distinct degrees, ascending."""
-    solo_ns: np.ndarray
-    """int64[D, n]: time of a group of that degree with this document only, in its best shape; NEVER if it overflows."""
-    solo_shape: np.ndarray
-    """int64[D, n]: that best shape."""
-    value: np.ndarray
-    """int64[n] rank-ns: a document's cheapest work plus its share of a round's fixed cost."""
-    capacity: int
-    """Tokens one rank holds in one round."""
-    ranks: int
-    """Ranks of the cluster."""
-    shard_group: int
-    """Ranks that run every round together."""
-    node: int
-    """Ranks of a node: aligned blocks smaller than it do not cross it."""
+    tokens: np.ndarray  # int64[n]: tokens a document occupies, padded
+    cost: np.ndarray  # int64[L, S, n]: time that a document adds to each stream of a group of each shape
+    fixed: np.ndarray  # int64[L, S]: time of a group before its first document
+    shape_degree: np.ndarray  # int64[S]: ranks of a group of each shape, ascending
+    degrees: np.ndarray  # int64[D]: the distinct degrees, ascending
+    solo_ns: np.ndarray  # int64[D, n]: time of a group with this document only, in its best shape; NEVER: too long
+    solo_shape: np.ndarray  # int64[D, n]: that best shape
+    value: np.ndarray  # int64[n] rank-ns: a document's cheapest work plus its share of a round's fixed cost
+    capacity: int  # Tokens one rank holds in one round
+    ranks: int  # Ranks of the cluster
+    shard_group: int  # Ranks that run every round together
+    node: int  # Ranks of a node: aligned blocks smaller than it do not cross it
 
 
 class OpenGroups(NamedTuple):
     """The groups of a round while it is filled; one per rank at most."""
 
-    shape: np.ndarray
-    """int64[ranks]: index of each group's shape."""
-    start: np.ndarray
-    """int64[ranks]: first rank of each group, counted from the round's first rank."""
-    tokens: np.ndarray
-    """int64[ranks]: tokens of each group."""
-    load: np.ndarray
-    """int64[L, ranks]: time of each stream of each group."""
-    by_shape: np.ndarray
-    """int64[S, ranks]: groups of each shape that have memory left, the most loaded first."""
-    listed: np.ndarray
-    """int64[S]: how many groups `by_shape` lists for each shape."""
-    taken: np.ndarray
-    """int64[ranks]: 1 where a rank has a group."""
-    cursor: np.ndarray
-    """int64[D]: index of the first aligned block of each degree that may still be free."""
+    shape: np.ndarray  # int64[ranks]: index of each group's shape
+    start: np.ndarray  # int64[ranks]: first rank of each group, counted from the round's first rank
+    tokens: np.ndarray  # int64[ranks]: tokens of each group
+    load: np.ndarray  # int64[L, ranks]: time of each stream of each group
+    by_shape: np.ndarray  # int64[S, ranks]: groups of each shape that have memory left, the most loaded first
+    listed: np.ndarray  # int64[S]: how many groups `by_shape` lists for each shape
+    taken: np.ndarray  # int64[ranks]: 1 where a rank has a group
+    cursor: np.ndarray  # int64[D]: index of the first aligned block of each degree that may still be free
 
 
 def no_groups(t: BatchTables, ranks: int) -> OpenGroups:
@@ -318,24 +298,15 @@ class DecodeParams(NamedTuple):
 class DecodedRounds(NamedTuple):
     """A decoding: which document is in which group, which group in which round, which round on which shard groups."""
 
-    group_of: np.ndarray
-    """int64[n]: group of each document; -1: not placed."""
-    group_shape: np.ndarray
-    """int64[n]: index of each group's shape."""
-    group_start: np.ndarray
-    """int64[n]: first rank of each group, counted from the first rank of its round."""
-    group_round: np.ndarray
-    """int64[n]: round of each group."""
-    round_shard_group: np.ndarray
-    """int64[n]: first shard group of each round."""
-    round_width: np.ndarray
-    """int64[n]: shard groups of each round."""
-    count: np.ndarray
-    """int64[2]: groups, rounds."""
-    limit_index: np.ndarray
-    """int64[n]: of the i-th round that filled a single shard group, the limit taken, see `DecodeParams`."""
-    load: np.ndarray
-    """int64[I]: when each shard group is done."""
+    group_of: np.ndarray  # int64[n]: group of each document; -1: not placed
+    group_shape: np.ndarray  # int64[n]: index of each group's shape
+    group_start: np.ndarray  # int64[n]: first rank of each group, counted from the first rank of its round
+    group_round: np.ndarray  # int64[n]: round of each group
+    round_shard_group: np.ndarray  # int64[n]: first shard group of each round
+    round_width: np.ndarray  # int64[n]: shard groups of each round
+    count: np.ndarray  # int64[2]: groups, rounds
+    limit_index: np.ndarray  # int64[n]: limit of the i-th round that filled a single shard group, see `DecodeParams`
+    load: np.ndarray  # int64[I]: when each shard group is done
 
     @classmethod
     def empty(cls, documents: int, shard_groups: int) -> DecodedRounds:
@@ -588,14 +559,10 @@ def store_round(
 class RankAssignment(NamedTuple):
     """The ranks of every group of a decoding, and when each real shard group is done."""
 
-    start: np.ndarray
-    """int64[n]: first rank of each group."""
-    round_of: np.ndarray
-    """int64[n]: round of each group; rounds are numbered in the order in which they run."""
-    time: np.ndarray
-    """int64[n]: ns of each group."""
-    load: np.ndarray
-    """int64[ranks // shard group]: when each real shard group is done."""
+    start: np.ndarray  # int64[n]: first rank of each group
+    round_of: np.ndarray  # int64[n]: round of each group; rounds are numbered in the order in which they run
+    time: np.ndarray  # int64[n]: ns of each group
+    load: np.ndarray  # int64[ranks // shard group]: when each real shard group is done
 
     @classmethod
     def empty(cls, documents: int, shard_groups: int) -> RankAssignment:
@@ -816,35 +783,24 @@ def fill_packs(
 class DispatchProblem(NamedTuple):
     """Documents, longest first, and the pipelines of one strategy."""
 
-    tokens: np.ndarray
-    """int64[n] tokens, falling."""
-    cost: np.ndarray
-    """int64[pipelines, n] ns that a document adds to a stage of a pipeline; falls with the tokens."""
-    fixed: np.ndarray
-    """int64[pipelines] ns of a micro-batch before any document."""
-    max_tokens: np.ndarray
-    """int64[pipelines] tokens that a micro-batch may hold."""
-    max_length: np.ndarray
-    """int64[pipelines] tokens of the longest document that may go there: no more than `max_tokens`."""
-    stages: np.ndarray
-    """int64[pipelines]."""
-    charge_largest: bool = False
-    """Whether every micro-batch costs as much as the largest of its pipeline, as the published planner has it."""
+    tokens: np.ndarray  # int64[n] tokens, falling
+    cost: np.ndarray  # int64[pipelines, n] ns that a document adds to a stage of a pipeline; falls with the tokens
+    fixed: np.ndarray  # int64[pipelines] ns of a micro-batch before any document
+    max_tokens: np.ndarray  # int64[pipelines] tokens that a micro-batch may hold
+    max_length: np.ndarray  # int64[pipelines] tokens of the longest document that may go there; at most `max_tokens`
+    stages: np.ndarray  # int64[pipelines]
+    charge_largest: bool = False  # Every micro-batch costs as much as the largest of its pipeline, as published
 
 
 class PipelineLoads(NamedTuple):
     """The documents of every pipeline so far, int64[pipelines] each."""
 
-    work: np.ndarray
-    """ns of all its documents on a stage."""
+    work: np.ndarray  # ns of all its documents on a stage
     tokens: np.ndarray
     count: np.ndarray
-    first: np.ndarray
-    """Its longest document: the lowest number; -1 without any."""
-    second: np.ndarray
-    """The next one."""
-    done: np.ndarray
-    """ns of `estimate_pipeline_ns`."""
+    first: np.ndarray  # Its longest document: the lowest number; -1 without any
+    second: np.ndarray  # The next one
+    done: np.ndarray  # ns of `estimate_pipeline_ns`
 
     @classmethod
     def empty(cls, pipelines: int) -> PipelineLoads:

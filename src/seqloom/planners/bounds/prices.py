@@ -43,25 +43,16 @@ class DegreePrices:
     """
 
     policy: MemoryPolicy
-    degree: np.ndarray
-    """float64[D]"""
-    cost: np.ndarray
-    """float64[L, D, n]: what the document adds to each of its ranks."""
-    group_fixed: np.ndarray
-    """float64[L, D]: what its group adds to each of its ranks before any document."""
-    round_fixed: np.ndarray
-    """float64[L]: what a round costs a rank before any group."""
-    movable: np.ndarray
-    """float64[D, n]: of streams 0 and 1, what other ranks of the shard group may take over."""
-    solo_ns: np.ndarray
-    """float64[D, n]: least time of a round with this document; NEVER where memory does not hold it."""
-    linear: float
-    """Least time of a token outside attention, on the rank that has it in the linear layout."""
-    tokens: np.ndarray
-    """float64[n]"""
+    degree: np.ndarray  # float64[D]
+    cost: np.ndarray  # float64[L, D, n]: what the document adds to each of its ranks
+    group_fixed: np.ndarray  # float64[L, D]: what its group adds to each of its ranks before any document
+    round_fixed: np.ndarray  # float64[L]: what a round costs a rank before any group
+    movable: np.ndarray  # float64[D, n]: of streams 0 and 1, what other ranks of the shard group may take over
+    solo_ns: np.ndarray  # float64[D, n]: least time of a round with this document; NEVER where memory does not hold it
+    linear: float  # Least time of a token outside attention, on the rank that has it in the linear layout
+    tokens: np.ndarray  # float64[n]
     capacity: float
-    overlaps: bool
-    """Whether some shape hides ring messages behind attention."""
+    overlaps: bool  # Whether some shape hides ring messages behind attention
 
 
 class ShapeRates(NamedTuple):

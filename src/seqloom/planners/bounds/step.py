@@ -97,22 +97,14 @@ def first_feasible(impossible: Callable[[float], bool], low: float) -> float:
 class DocumentOptions:
     """Documents with the same options: ``O`` options, ``m`` documents, one stream. ns."""
 
-    degree: np.ndarray
-    """float64[O, 1]"""
-    round_fixed: np.ndarray
-    """float64[O, 1]: what a round costs a rank before any group."""
-    group_fixed: np.ndarray
-    """float64[O, 1]: what the group costs each of its ranks before any document."""
-    cost: np.ndarray
-    """float64[O, m]: what the document adds to each of its ranks."""
-    movable: np.ndarray
-    """float64[O, m]: of that, what other ranks may take over."""
-    solo_ns: np.ndarray
-    """float64[O, m]: least time of a round with this document; NEVER where memory does not hold it."""
-    memory_share: np.ndarray
-    """float64[O, m]: part of a rank's memory that the document fills, on each of its ranks."""
-    tokens: np.ndarray
-    """float64[m]"""
+    degree: np.ndarray  # float64[O, 1]
+    round_fixed: np.ndarray  # float64[O, 1]: what a round costs a rank before any group
+    group_fixed: np.ndarray  # float64[O, 1]: what the group costs each of its ranks before any document
+    cost: np.ndarray  # float64[O, m]: what the document adds to each of its ranks
+    movable: np.ndarray  # float64[O, m]: of that, what other ranks may take over
+    solo_ns: np.ndarray  # float64[O, m]: least time of a round with this document; NEVER where memory does not hold it
+    memory_share: np.ndarray  # float64[O, m]: part of a rank's memory that the document fills, on each of its ranks
+    tokens: np.ndarray  # float64[m]
 
     @cached_property
     def work(self) -> np.ndarray:
@@ -140,15 +132,11 @@ class BatchOptions:
     """The options of all documents of a batch, in one stream. ns."""
 
     blocks: tuple[DocumentOptions, ...]
-    round_fixed: float
-    """Least that a round costs a rank."""
-    token_ns: float
-    """Least that a token costs the rank that computes its linear part."""
-    capacity: float
-    """Tokens a rank holds in one round, in the policy that holds most."""
+    round_fixed: float  # Least that a round costs a rank
+    token_ns: float  # Least that a token costs the rank that computes its linear part
+    capacity: float  # Tokens a rank holds in one round, in the policy that holds most
     ranks: int
-    longest_ns: float
-    """Time of the most demanding document at its fastest: no step is shorter."""
+    longest_ns: float  # Time of the most demanding document at its fastest: no step is shorter
 
     @classmethod
     def of(cls, prices: Sequence[DegreePrices], ranks: int, stream: int) -> BatchOptions:
@@ -222,7 +210,6 @@ class Rounding:
     """Parts above this count as one; the function is nowhere above ``part / one_above``."""
 
     def __call__(self, share: np.ndarray) -> np.ndarray:
-        """Parts after rounding."""
         return self.function(share)
 
     def mean_limit(self, mean: float) -> float:
@@ -532,12 +519,9 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
 class ShapePrices(NamedTuple):
     """Documents through the whole model without recomputation: ``S`` shapes, ``n`` documents. ns."""
 
-    degree: np.ndarray
-    """int64[S]"""
-    layers: np.ndarray
-    """float64[S, n]"""
-    head: np.ndarray
-    """float64[S, n]"""
+    degree: np.ndarray  # int64[S]
+    layers: np.ndarray  # float64[S, n]
+    head: np.ndarray  # float64[S, n]
 
     def least(self, share: float, head: bool, ranks: int) -> tuple[np.ndarray, np.ndarray]:
         """(float64[n] rank-ns, float64[n] ns): least work and time on so many ranks of this share of the layers."""

@@ -168,14 +168,10 @@ def assign(
 class Dispatched(NamedTuple):
     """A dispatch under limits on the length of every pipeline's documents."""
 
-    ns: int
-    """Of the slowest pipeline."""
-    place: np.ndarray
-    """int64[n] the pipeline of every document."""
-    max_length: np.ndarray
-    """int64[pipelines] tokens."""
-    pipelines_ns: np.ndarray
-    """int64[pipelines] ns."""
+    ns: int  # Of the slowest pipeline
+    place: np.ndarray  # int64[n] the pipeline of every document
+    max_length: np.ndarray  # int64[pipelines] tokens
+    pipelines_ns: np.ndarray  # int64[pipelines] ns
 
 
 def dispatch(problem: DispatchProblem, beat: int | None = None) -> np.ndarray | None:

@@ -69,7 +69,6 @@ class PipelineConfig:
     max_tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse degrees below 1, ranks that do not match the degrees, and space for no token."""
         parallel = self.parallel
         if min(parallel[:4]) < 1:
             degrees = ", ".join(f"{name} {value}" for name, value in zip(_DEGREES, parallel, strict=False))
@@ -112,7 +111,6 @@ class Strategy:
     pipelines: tuple[PipelineConfig, ...]
 
     def __post_init__(self) -> None:
-        """Refuse an empty strategy and a rank in two pipelines."""
         if not self.pipelines:
             raise SeqloomError("a strategy without pipelines; give at least one")
         twice = [rank for rank, times in Counter(self.ranks).items() if times > 1]

@@ -138,8 +138,6 @@ def pack_documents(
 
 
 class _Packs(NamedTuple):
-    """Partly filled micro-batches."""
-
     load: np.ndarray  # int64[micro-batches, ranks] ns
     held: np.ndarray  # int64[micro-batches, ranks] tokens
     documents: list[dict[tuple[int, int], list[int]]]  # of each: (shape, offset) -> documents

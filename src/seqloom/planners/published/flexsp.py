@@ -228,10 +228,8 @@ def fewest_chunks(tokens: np.ndarray, capacity: int) -> int:
 class Buckets(NamedTuple):
     """Documents by bucket, in rising length."""
 
-    longest: np.ndarray
-    """int64[Q] tokens of the longest member."""
-    members: list[np.ndarray]
-    """Positions of the documents in each bucket."""
+    longest: np.ndarray  # int64[Q] tokens of the longest member
+    members: list[np.ndarray]  # Positions of the documents in each bucket
 
     @property
     def population(self) -> np.ndarray:
@@ -291,12 +289,10 @@ def _one_more(
 class MicroBatch:
     """Documents that run side by side, and the programme that places them."""
 
-    documents: np.ndarray
-    """int64[n] indices into the batch."""
+    documents: np.ndarray  # int64[n] indices into the batch
     buckets: Buckets
     milp: BucketedMilp
-    start: tuple[int, np.ndarray] | None
-    """Best homogeneous answer: ns and documents of each bucket in each group."""
+    start: tuple[int, np.ndarray] | None  # Best homogeneous answer: ns and documents of each bucket in each group
 
     @classmethod
     def of(cls, problem: BatchProblem, menu: dict[int, int], documents: np.ndarray, least: int) -> MicroBatch:

@@ -26,7 +26,7 @@ from seqloom.cost import CostModel
 from seqloom.layout.balance import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, StageMicroBatch
 from seqloom.planners.packing import next_fit
-from seqloom.planners.published.tuned_plan import RivalGroup, Rounds, fullest, tuned_plan
+from seqloom.planners.published.rivals import RivalGroup, Rounds, fullest, tuned_plan
 
 
 def plan_zeppelin(lengths: np.ndarray, cost: CostModel, *, routing: bool = True, remapping: bool = True) -> Plan:

@@ -69,14 +69,10 @@ class SingleRankPrices:
 class CutPrices(NamedTuple):
     """Prices of cutting long documents, each in a group of its own. ``m`` long documents, ``S`` shapes."""
 
-    rank_ns: np.ndarray
-    """int64[S, m]: time on each rank of the group; NEVER where memory does not hold it."""
-    total_ns: np.ndarray
-    """int64[S, m]: time of all its ranks together."""
-    order: np.ndarray
-    """int64[S, m]: shapes by rising total."""
-    cheapest: list[int]
-    """Least total of every document over shapes of several ranks."""
+    rank_ns: np.ndarray  # int64[S, m]: time on each rank of the group; NEVER where memory does not hold it
+    total_ns: np.ndarray  # int64[S, m]: time of all its ranks together
+    order: np.ndarray  # int64[S, m]: shapes by rising total
+    cheapest: list[int]  # Least total of every document over shapes of several ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,31 +81,19 @@ class ZonePrices:
 
     cost: CostModel
     policy: MemoryPolicy
-    capacity: int
-    """Tokens a rank holds in one round."""
-    tokens: np.ndarray
-    """int64[n]: tokens a document occupies."""
-    whole_ns: np.ndarray
-    """int64[n]: time of a document on one rank."""
-    attention_ns: np.ndarray
-    """int64[n]: of that, its attention: what a rank computes while messages of other documents are under way."""
-    order: np.ndarray
-    """int64[n]: documents by falling time, ties by number."""
-    fixed_ns: int
-    """Time of a rank's round before its first document."""
-    floor_ns: int
-    """Parameter gathers and gradient reduction of a round: it is never shorter."""
-    column: dict[int, int]
-    """Long document -> its column in what follows."""
+    capacity: int  # Tokens a rank holds in one round
+    tokens: np.ndarray  # int64[n]: tokens a document occupies
+    whole_ns: np.ndarray  # int64[n]: time of a document on one rank
+    attention_ns: np.ndarray  # int64[n]: of that, its attention, which hides messages of other documents
+    order: np.ndarray  # int64[n]: documents by falling time, ties by number
+    fixed_ns: int  # Time of a rank's round before its first document
+    floor_ns: int  # Parameter gathers and gradient reduction of a round: it is never shorter
+    column: dict[int, int]  # Long document -> its column in what follows
     shapes: tuple[GroupShape, ...]
-    compute_ns: np.ndarray
-    """int64[S, m]: computing and exposed exchanges of a document in each shape; NEVER where memory does not hold it."""
-    ring_ns: np.ndarray
-    """int64[S, m]: the same with the ring's messages in place of attention; 0 without a ring."""
-    nic_ns: np.ndarray
-    """int64[S, m]: occupancy of the NIC."""
-    group_ns: np.ndarray
-    """int64[2, S]: what a group adds to the first two before its first document."""
+    compute_ns: np.ndarray  # int64[S, m]: computing and exposed exchanges of a document; NEVER: memory does not hold it
+    ring_ns: np.ndarray  # int64[S, m]: the same with the ring's messages in place of attention; 0 without a ring
+    nic_ns: np.ndarray  # int64[S, m]: occupancy of the NIC
+    group_ns: np.ndarray  # int64[2, S]: what a group adds to the first two before its first document
 
     @classmethod
     def of(cls, single: SingleRankPrices) -> ZonePrices:
@@ -239,7 +223,6 @@ def fill_round(prices: ZonePrices, documents: Sequence[int], begin: list[int], t
 
 
 def _place_cut(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, target: FillTarget) -> None:
-    """Cut documents that are too long for one rank."""
     load, tokens_left = np.array(loads.load), np.array(loads.tokens_left)
     for k in documents:
         cut = _cheapest_cut(prices, k, loads, load, tokens_left, target, int(NEVER), int(NEVER))

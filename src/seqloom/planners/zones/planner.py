@@ -225,7 +225,6 @@ class FillSearch:
     """The fillings of one round."""
 
     def __init__(self, prices: ZonePrices, documents: Sequence[int], ready: np.ndarray) -> None:
-        """See `best_filling`."""
         self.prices, self.documents, self.ready = prices, documents, ready
         self.begin = np.repeat(ready - ready.min(), prices.cost.shard_group_size)
         self.level = (int(prices.whole_ns[documents].sum()) + int(self.begin.sum())) // len(self.begin) + 1

@@ -13,7 +13,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
 from seqloom.planners.published import context_parallel, megatron
-from seqloom.planners.published.tuned_plan import capacities
+from seqloom.planners.published.rivals import capacities
 from seqloom.planners.registry import PLANNERS, PublishedClaim
 
 COST = cost_model("2x8xA800", "llama-7b", capacity=2_000)
