@@ -26,27 +26,16 @@ from seqloom.simulate import predicted_ns, simulate
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of a step, its cost and its prediction.
+    """The plan of a step, its cost and its prediction."""
 
-    Attributes:
-        step: number of the step.
-        plan: validated.
-        plan_ns: planning time.
-        wait_ns: how long the trainer waited for it.
-        predicted_ns: step time by the cost model.
-        fallback_reason: why the fallback planner made it; "" when it did not.
-        bound_ns: lower bound of the step's time on the same stages, under the cost model; None: not computed.
-        idle_share: share of the ranks' time that they wait, by the simulator; None: not computed.
-    """
-
-    step: int
-    plan: Plan
-    plan_ns: int
-    wait_ns: int
-    predicted_ns: int
-    fallback_reason: str = ""
-    bound_ns: int | None = None
-    idle_share: float | None = None
+    step: int  # number of the step
+    plan: Plan  # validated
+    plan_ns: int  # planning time
+    wait_ns: int  # how long the trainer waited for it
+    predicted_ns: int  # step time by the cost model
+    fallback_reason: str = ""  # why the fallback planner made it; "" when it did not
+    bound_ns: int | None = None  # lower bound of the step on the same stages; None: not computed
+    idle_share: float | None = None  # share of the ranks' time that they wait, by the simulator; None: not computed
 
 
 class PlanAhead:

@@ -26,15 +26,12 @@ MAX_RANKS = 16
 class Slot(NamedTuple):
     """A group that may be opened."""
 
-    policy: int
-    """Index of the problem whose policy prices the round."""
+    policy: int  # Index of the problem whose policy prices the round
     shape: int
     start: int
     degree: int
-    ranks: tuple[int, int]
-    """First rank and number of ranks that run this round together."""
-    number: int
-    """Of the round, among those on these ranks under this policy."""
+    ranks: tuple[int, int]  # First rank and number of ranks that run this round together
+    number: int  # Of the round, among those on these ranks under this policy
 
     @property
     def round(self) -> tuple[tuple[int, int], int, int]:

@@ -35,8 +35,7 @@ class CutThresholds:
     thresholds.
     """
 
-    break_even: float
-    """What a cut may cost, as a share of the uncut document's rank-time."""
+    break_even: float  # What a cut may cost, as a share of the uncut document's rank-time
     intra_pays: int | None
     intra_forced: int | None
     inter_pays: int | None
@@ -46,14 +45,11 @@ class CutThresholds:
 class PlacementKey(NamedTuple):
     """What documents of one class have in common."""
 
-    octave: int
-    """Lengths from ``2**octave`` to below ``2**(octave + 1)`` tokens."""
+    octave: int  # Lengths from ``2**octave`` to below ``2**(octave + 1)`` tokens
     zone: str
     shape: GroupShape
-    remapped: str
-    """Where tokens change to another layout for linear layers; empty if nowhere."""
-    reason: str
-    """cheapest; memory, time: whole it would not fit, or end late; not cheapest: for balance, or by rule."""
+    remapped: str  # Where tokens change to another layout for linear layers; empty if nowhere
+    reason: str  # cheapest; memory, time: whole it would not fit, or end late; not cheapest: for balance, or by rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +64,8 @@ class DocumentClass:
     shortest: int
     longest: int
     cost_ns: int
-    whole_ns: int
-    """The same on one rank, whether it holds it or not."""
-    next_best: str
-    """For most of them, the cheapest other shape that fits and ends in time; empty if there is none for any."""
+    whole_ns: int  # The same on one rank, whether it holds it or not
+    next_best: str  # For most of them, the cheapest other shape that fits and ends in time; empty if none
     next_ns: int | None
 
     def as_dict(self) -> dict[str, Any]:

@@ -223,18 +223,12 @@ class FlexSearch:
     """A search for the shortest step: ask the decoder for shorter and shorter ones, change one parameter at a time."""
 
     tables: BatchTables
-    shard_group: int
-    """Ranks of a real shard group; ``tables.shard_group`` is the virtual one."""
-    params: DecodeParams
-    """Parameters that the search starts from."""
-    rounds: DecodedRounds
-    """The last decoding."""
-    ranks: RankAssignment
-    """The ranks of the last complete decoding."""
-    best_ns: int = int(NEVER)
-    """Shortest step, over real shard groups."""
-    reached_ns: int = int(NEVER)
-    """Shortest target met, over virtual shard groups."""
+    shard_group: int  # Ranks of a real shard group; ``tables.shard_group`` is the virtual one
+    params: DecodeParams  # Parameters that the search starts from
+    rounds: DecodedRounds  # The last decoding
+    ranks: RankAssignment  # The ranks of the last complete decoding
+    best_ns: int = int(NEVER)  # Shortest step, over real shard groups
+    reached_ns: int = int(NEVER)  # Shortest target met, over virtual shard groups
     best: tuple[DecodedRounds, RankAssignment] | None = None
     evaluations: int = 0
 

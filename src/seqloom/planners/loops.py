@@ -280,19 +280,16 @@ def fill_round(
 
 
 class DecodeParams(NamedTuple):
-    """What the search of planner flex may change about a decoding."""
+    """What the search of planner flex may change about a decoding.
 
-    order: np.ndarray
-    """int64[n]: documents in the order in which they are placed."""
-    descending: bool
-    """Whether that order is by falling length."""
-    extra_degrees: np.ndarray
-    """int64[n]: degrees that a document is moved up beyond the smallest that meets the target."""
-    limit_index: np.ndarray
-    """int64[m]: which of its time limits the i-th filled round takes (counted cyclically), plus `MAX_LIMITS` times the
-    index of its least degree; -1: the most efficient."""
-    growth: int
-    """Growth from one time limit to the next, per cent."""
+    The choice of a round is the index of its time limit, plus `MAX_LIMITS` times the index of its least degree.
+    """
+
+    order: np.ndarray  # int64[n]: documents in the order in which they are placed
+    descending: bool  # Whether that order is by falling length
+    extra_degrees: np.ndarray  # int64[n]: degrees that a document is moved up beyond the smallest that meets the target
+    limit_index: np.ndarray  # int64[m]: choice of the i-th filled round (cyclically); -1: the most efficient
+    growth: int  # Growth from one time limit to the next, per cent
 
 
 class DecodedRounds(NamedTuple):

@@ -44,8 +44,7 @@ PlacedRounds = Sequence[Sequence[GroupPlacement]]
 class BatchProblem:
     """One batch under one memory policy of a cost model. Times in ns."""
 
-    lengths: np.ndarray
-    """int64[n]: true lengths; a document's id is its index."""
+    lengths: np.ndarray  # int64[n]: true lengths; a document's id is its index
     cost: CostModel
     policy: MemoryPolicy
 

@@ -26,20 +26,13 @@ class PublishedClaim:
     A speed-up over a rival says little about the authors' system where the rival here does not give their figures. So
     every report of a rival says "validated" or "not validated". The ratios are those of the committed results
     (`benchmarks/results`), and a test compares the two.
-
-    Attributes:
-        over: the planner that the speed-up is over.
-        ratio: the published figure; None if none could be read, or none that can be repeated.
-        tolerance: relative deviation that still counts as reproduced.
-        measured: profile -> the same ratio here, over the batches of the benchmark.
-        remark: why the claim cannot be repeated.
     """
 
-    over: str = ""
-    ratio: float | None = None
-    tolerance: float = 0.2
-    measured: Mapping[str, float] = field(default_factory=dict)
-    remark: str = ""
+    over: str = ""  # the planner that the speed-up is over
+    ratio: float | None = None  # the published figure; None if none could be read, or none that can be repeated
+    tolerance: float = 0.2  # relative deviation that still counts as reproduced
+    measured: Mapping[str, float] = field(default_factory=dict)  # profile -> the same ratio here
+    remark: str = ""  # why the claim cannot be repeated
 
     def validated(self, profile: str) -> bool:
         """Whether the published ratio is met under this profile."""
@@ -59,31 +52,18 @@ class PublishedClaim:
 
 @dataclass(frozen=True, slots=True)
 class PlannerSpec:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: as users write it.
-        target: ``module:function``, loaded on first use.
-        option: argument that the number after the name sets: ``static:64`` is ``degree=64``; "": the name takes none.
-        seeded: whether it takes a seed.
-        rival: whether it is a published planner to compare with, which ``auto`` does not ask.
-        makes_stages: whether its plans cut the model into pipeline stages.
-        reads_strategies: whether it chooses from a list of strategies under free sharding.
-        quick: whether it answers at once: `plan_batches` then asks for a tiny plan before it measures any.
-        packs_dataset: whether it decides which documents make a batch, and so plans no batch that is given.
-        claim: its published speed-up.
-    """
-
-    name: str
-    target: str
-    option: str = ""
-    seeded: bool = False
-    rival: bool = False
-    makes_stages: bool = False
-    reads_strategies: bool = False
-    quick: bool = False
-    packs_dataset: bool = False
-    claim: PublishedClaim | None = None
+    name: str  # as users write it
+    target: str  # ``module:function``, loaded on first use
+    option: str = ""  # argument that the number after the name sets: ``static:64`` is ``degree=64``; "": none
+    seeded: bool = False  # whether it takes a seed
+    rival: bool = False  # whether it is a published planner to compare with, which ``auto`` does not ask
+    makes_stages: bool = False  # whether its plans cut the model into pipeline stages
+    reads_strategies: bool = False  # whether it chooses from a list of strategies under free sharding
+    quick: bool = False  # whether it answers at once: `plan_batches` then asks for a tiny plan before it measures any
+    packs_dataset: bool = False  # whether it decides which documents make a batch, and so plans no batch that is given
+    claim: PublishedClaim | None = None  # its published speed-up
 
     def load(self) -> Callable[..., Plan]:
         """Import the planner's function: ``(lengths, cost, **options) -> Plan``."""

@@ -206,10 +206,10 @@ class Rounding:
     """A dual feasible function of parts in [0, 1]."""
 
     function: Callable[[np.ndarray], np.ndarray]
-    one_above: float
-    """Parts above this count as one; the function is nowhere above ``part / one_above``."""
+    one_above: float  # Parts above this count as one; the function is nowhere above ``part / one_above``
 
     def __call__(self, share: np.ndarray) -> np.ndarray:
+        """Parts after rounding."""
         return self.function(share)
 
     def mean_limit(self, mean: float) -> float:

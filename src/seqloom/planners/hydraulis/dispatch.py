@@ -40,19 +40,12 @@ FAR_PERCENT = 105
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Documents of one step by pipeline and micro-batch, and their estimated times.
+    """Documents of one step by pipeline and micro-batch, and their estimated times."""
 
-    Attributes:
-        strategy: its index in the list to choose from.
-        batches: for every pipeline its micro-batches in running order, each a tuple of documents; () if it is empty.
-        pipelines_ns: ns of every pipeline.
-        switch_ns: ns to reshard the parameters for this strategy.
-    """
-
-    strategy: int
-    batches: tuple[tuple[tuple[int, ...], ...], ...]
-    pipelines_ns: tuple[int, ...]
-    switch_ns: int = 0
+    strategy: int  # its index in the list to choose from
+    batches: tuple[tuple[tuple[int, ...], ...], ...]  # documents of every pipeline's micro-batches, in running order
+    pipelines_ns: tuple[int, ...]  # ns of every pipeline
+    switch_ns: int = 0  # ns to reshard the parameters for this strategy
 
     @property
     def ns(self) -> int:

@@ -134,8 +134,7 @@ class Block(NamedTuple):
     start: int
     ranks: int
     config: ParallelConfig
-    pipelines: tuple[int, ...]
-    """Indices in the strategy."""
+    pipelines: tuple[int, ...]  # Indices in the strategy
 
     @property
     def plan_key(self) -> Hashable:
@@ -172,8 +171,7 @@ class BlockPlan(NamedTuple):
     """The plan of a block's documents; ranks and documents are numbered from 0."""
 
     block: Block
-    documents: list[int]
-    """Numbers of the plan's documents in the batch."""
+    documents: list[int]  # Numbers of the plan's documents in the batch
     plan: Plan
     ns: int
 

@@ -85,19 +85,12 @@ def propose(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histogram:
-    """Documents of an average step by class of length, rising.
+    """Documents of an average step by class of length, rising."""
 
-    Attributes:
-        edges: int64[classes] the longest document of each class, tokens.
-        count: float64[classes] documents of a step; may be below 1.
-        tokens: float64[classes] their tokens.
-        squares: float64[classes] their squared tokens.
-    """
-
-    edges: np.ndarray
-    count: np.ndarray
-    tokens: np.ndarray
-    squares: np.ndarray
+    edges: np.ndarray  # int64[classes] the longest document of each class, tokens
+    count: np.ndarray  # float64[classes] documents of a step; may be below 1
+    tokens: np.ndarray  # float64[classes] their tokens
+    squares: np.ndarray  # float64[classes] their squared tokens
 
     @classmethod
     def of(

@@ -56,17 +56,11 @@ _DEGREES = ParallelConfig._fields[:4]
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    """One pipeline of a strategy.
+    """One pipeline of a strategy."""
 
-    Attributes:
-        parallel: its degrees.
-        ranks: in order, stage by stage.
-        max_tokens: of the longest document, and of a micro-batch.
-    """
-
-    parallel: ParallelConfig
-    ranks: tuple[int, ...]
-    max_tokens: int
+    parallel: ParallelConfig  # its degrees
+    ranks: tuple[int, ...]  # in order, stage by stage
+    max_tokens: int  # of the longest document, and of a micro-batch
 
     def __post_init__(self) -> None:
         parallel = self.parallel
@@ -168,18 +162,12 @@ class ConfigCost:
 
     Proposal and dispatch use nothing else. The numbers are published or fitted to a cost model; the cost model prices
     the final plan in full.
-
-    Attributes:
-        square: a, ns per token squared of a document.
-        linear: b, ns per token.
-        fixed: c, ns of a micro-batch before any document.
-        max_tokens: that a micro-batch may hold, and so of the longest document.
     """
 
-    square: float
-    linear: float
-    fixed: int
-    max_tokens: int
+    square: float  # a, ns per token squared of a document
+    linear: float  # b, ns per token
+    fixed: int  # c, ns of a micro-batch before any document
+    max_tokens: int  # that a micro-batch may hold, and so of the longest document
 
     def documents_ns(self, lengths: np.ndarray) -> np.ndarray:
         """int64[n] ns that documents of int64[n] tokens add to a micro-batch on a stage."""

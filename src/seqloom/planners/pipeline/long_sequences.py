@@ -46,8 +46,7 @@ class StageGroup(NamedTuple):
     """A group of a micro-batch, on the same ranks of every stage."""
 
     shape: GroupShape
-    offset: int
-    """First rank, relative to the stage."""
+    offset: int  # First rank, relative to the stage
     spans: tuple[Span, ...]
 
 
@@ -62,26 +61,18 @@ class DocumentCosts:
     """Time of every document of a batch in every group shape S that fits in a stage.
 
     Times are ns of forward and backward of all layers, without the fixed cost of a micro-batch.
-
-    Attributes:
-        lengths: int64[n] tokens.
-        tokens: int64[n] tokens, padding included.
-        offsets: of every shape: first ranks of its groups in a stage.
-        degree: int64[S].
-        streams: int64[streams, S, n] ns that a document adds to every stream of its group.
-        prefix: float64[streams, S] ns that every token before a piece adds.
     """
 
     cost: CostModel
     layout: StageLayout
     policy: MemoryPolicy
-    lengths: np.ndarray
-    tokens: np.ndarray
+    lengths: np.ndarray  # int64[n] tokens
+    tokens: np.ndarray  # int64[n] tokens, padding included
     shapes: tuple[GroupShape, ...]
-    offsets: tuple[tuple[int, ...], ...]
-    degree: np.ndarray
-    streams: np.ndarray
-    prefix: np.ndarray
+    offsets: tuple[tuple[int, ...], ...]  # of every shape: first ranks of its groups in a stage
+    degree: np.ndarray  # int64[S]
+    streams: np.ndarray  # int64[streams, S, n] ns that a document adds to every stream of its group
+    prefix: np.ndarray  # float64[streams, S] ns that every token before a piece adds
 
     @classmethod
     def of(cls, lengths: np.ndarray, cost: CostModel, layout: StageLayout, policy: MemoryPolicy) -> DocumentCosts:

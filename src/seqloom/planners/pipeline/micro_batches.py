@@ -31,21 +31,17 @@ NEVER = np.iinfo(np.int64).max
 
 
 class MicroBatchSize(NamedTuple):
-    """Target size of micro-batches."""
+    """Target size of micro-batches.
 
-    degree: int
-    """Degree of groups of sequences in pieces; no group is wider."""
-    target_ns: int
-    """Time of a micro-batch, forward and backward of all layers."""
-    max_tokens: int
-    """Tokens of a micro-batch on a rank, at most."""
-    warmup: int = 0
-    """Small micro-batches of each of `WARMUP_SHARES` that run first, so that the last stage has work sooner."""
-    pack_percent: int = 100
-    """Time of packs, in percent of the target; a document that takes no more stays whole."""
-    later_percent: int = 100
-    """Time of pieces of sequences with less than half the work of the longest, in percent of the target: when they
-    run, the pipeline is full, and other work hides the latency of a longer piece."""
+    When pieces of shorter sequences run, the pipeline is full: other work hides the latency of a longer piece.
+    """
+
+    degree: int  # Degree of groups of sequences in pieces; no group is wider
+    target_ns: int  # Time of a micro-batch, forward and backward of all layers
+    max_tokens: int  # Tokens of a micro-batch on a rank, at most
+    warmup: int = 0  # Small micro-batches of each of `WARMUP_SHARES`, so that the last stage has work sooner
+    pack_percent: int = 100  # Time of packs, in percent of the target; a document that takes no more stays whole
+    later_percent: int = 100  # The same of pieces of sequences with less than half the work of the longest
 
 
 class MicroBatches(NamedTuple):
@@ -53,8 +49,7 @@ class MicroBatches(NamedTuple):
 
     size: MicroBatchSize
     groups: tuple[StageGroups, ...]
-    units: tuple[Unit, ...]
-    """Units of a schedule: a chain of pieces is one sequence."""
+    units: tuple[Unit, ...]  # Units of a schedule: a chain of pieces is one sequence
 
 
 def make_micro_batches(costs: DocumentCosts, size: MicroBatchSize) -> MicroBatches:

@@ -154,19 +154,13 @@ def check_schedule(name: str, pp_size: int, chunks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Micro-batches of a batch in one schedule.
-
-    Attributes:
-        choice: the activation policy of every micro-batch on every stage.
-        makespan_ns: without the optimiser step.
-        memory_share: peak share of the memory for micro-batches, on the fullest pp_rank.
-    """
+    """Micro-batches of a batch in one schedule."""
 
     micro_batches: MicroBatches
     schedule: Schedule
-    choice: Choice
-    makespan_ns: int
-    memory_share: float
+    choice: Choice  # the activation policy of every micro-batch on every stage
+    makespan_ns: int  # without the optimiser step
+    memory_share: float  # peak share of the memory for micro-batches, on the fullest pp_rank
 
 
 class PipelineSearch:

@@ -18,19 +18,13 @@ TYPICAL_LENGTH = 8192
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """`pp_size` pp_ranks of `ranks_per_stage` consecutive ranks each, and the stages that they run.
-
-    Attributes:
-        pp_rank_of_stage: in the order of a forward pass.
-        layers: number of layers of every stage.
-        tensor: tensor-parallel degree.
-    """
+    """`pp_size` pp_ranks of `ranks_per_stage` consecutive ranks each, and the stages that they run."""
 
     pp_size: int
     ranks_per_stage: int
-    pp_rank_of_stage: tuple[int, ...]
-    layers: tuple[int, ...]
-    tensor: int = 1
+    pp_rank_of_stage: tuple[int, ...]  # in the order of a forward pass
+    layers: tuple[int, ...]  # number of layers of every stage
+    tensor: int = 1  # tensor-parallel degree
 
     @classmethod
     def of(

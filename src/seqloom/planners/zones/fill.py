@@ -156,14 +156,10 @@ class RankLoads:
 
     load: list[int]
     tokens_left: list[int]
-    whole: list[list[int]]
-    """Documents that are whole on each rank."""
-    cut: dict[tuple[Ranks, int], list[int]] = field(default_factory=dict)
-    """(ranks, index of the shape) -> documents cut over them: one group."""
-    groups: dict[int, list[Ranks]] = field(default_factory=dict)
-    """Index of a shape -> the ranks of each group of it."""
-    unplaced: list[int] = field(default_factory=list)
-    """Documents that found no room."""
+    whole: list[list[int]]  # Documents that are whole on each rank
+    cut: dict[tuple[Ranks, int], list[int]] = field(default_factory=dict)  # (ranks, shape) -> documents of one group
+    groups: dict[int, list[Ranks]] = field(default_factory=dict)  # Index of a shape -> the ranks of each group of it
+    unplaced: list[int] = field(default_factory=list)  # Documents that found no room
 
     @classmethod
     def empty(cls, begin: list[int], capacity: int) -> RankLoads:
@@ -186,16 +182,11 @@ class RankLoads:
 class FillTarget(NamedTuple):
     """The target that a round is filled towards."""
 
-    target: int
-    """ns after which every rank should be done, without the round's fixed cost."""
-    limit: int
-    """ns that a single document may take of a rank; one that takes longer is cut."""
-    break_even: int
-    """Per mille that a cut may cost above the whole document, where only balance asks for it."""
-    hidden: bool = False
-    """Whether ring messages are taken to hide behind the rank's other work."""
-    degrees: Mapping[int, int] = {}
-    """Document -> the least degree it gets; 1 leaves it whole if one rank holds it. Others follow from the rest."""
+    target: int  # ns after which every rank should be done, without the round's fixed cost
+    limit: int  # ns that a single document may take of a rank; one that takes longer is cut
+    break_even: int  # Per mille that a cut may cost above the whole document, where only balance asks for it
+    hidden: bool = False  # Whether ring messages are taken to hide behind the rank's other work
+    degrees: Mapping[int, int] = {}  # Document -> its least degree; 1 leaves it whole if one rank holds it
 
 
 class Cut(NamedTuple):

@@ -213,12 +213,9 @@ class Filling:
 
     target: FillTarget
     loads: RankLoads
-    times: np.ndarray
-    """int64[ranks] ns that each rank takes."""
-    done: np.ndarray
-    """int64[shard groups] ns at which each shard group is free again."""
-    score: tuple[int, int, int]
-    """Tokens without room; ns at which the last shard group is done; rank-ns of all ranks: less is better."""
+    times: np.ndarray  # int64[ranks] ns that each rank takes
+    done: np.ndarray  # int64[shard groups] ns at which each shard group is free again
+    score: tuple[int, int, int]  # Tokens without room; ns when all are done; rank-ns: less is better
 
 
 class FillSearch:
