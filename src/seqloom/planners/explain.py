@@ -164,27 +164,16 @@ def _priced_documents(
         others = np.flatnonzero(fits[:, k] & ends[:, k] & (np.arange(len(shapes)) != own))
         best = int(others[rank_ns[others, k].argmin()]) if len(others) else None
         cheapest = best is None or rank_ns[own, k] <= rank_ns[best, k]
-        key = PlacementKey(
-            octave=tokens.bit_length() - 1,
-            zone=ZONES[group.order_key(cost.node_size)],
-            shape=shape,
-            remapped=remapped,
-            reason=_reason(bool(fits[0, k]), bool(ends[0, k]), bool(cheapest)),
-        )
+        reasons = {"memory": not fits[0, k], "time": not ends[0, k], "cheapest": cheapest}
+        reason = next((name for name, holds in reasons.items() if holds), "not cheapest")
+        zone = ZONES[group.order_key(cost.node_size)]
+        key = PlacementKey(tokens.bit_length() - 1, zone, shape, remapped, reason)
         other, other_ns = ("", None) if best is None else (str(shapes[best]), int(rank_ns[best, k]))
         yield DocumentClass(key, 1, tokens, tokens, int(rank_ns[own, k]), int(rank_ns[0, k]), other, other_ns)
 
 
 def _shape_of(group: Group) -> GroupShape:
     return GroupShape(group.ulysses, group.ring, group.method, group.route is not None)
-
-
-def _reason(whole_fits: bool, whole_ends: bool, cheapest: bool) -> str:
-    if not whole_fits:
-        return "memory"
-    if not whole_ends:
-        return "time"
-    return "cheapest" if cheapest else "not cheapest"
 
 
 def cut_thresholds(cost: CostModel, policy: MemoryPolicy, round_ns: int, break_even: float) -> CutThresholds:

@@ -1,17 +1,26 @@
 """Bounds of a step: of plans with one stage, and of plans on given stages.
 
-With one stage, the best of four arguments, each of which holds for every plan:
+Three facts hold for every plan of one stage:
+
+*Work.* A document at degree ``d`` keeps ``d`` ranks busy for its cost, at a degree that holds it and finishes in time.
+All ranks together have ``ranks x step`` rank-nanoseconds. Other ranks may take over the linear part of it, but some
+rank has to do it.
+
+*Rounds.* A round costs a rank something before its first document and holds only so many tokens, so every document also
+pays for the part of a rank's memory that it fills. Dual feasible functions round these parts up so that parts that sum
+to at most one still do: two documents that each fill more than half of a rank cannot share it.
+
+*Lock step.* Where all ranks run all rounds together (full sharding), the longest round is at least as long as its
+longest document, and holds only one round's worth of tokens; what it cannot hold takes further rounds. A long round is
+cheap for long documents and idle for the rest, and the bound is the best compromise.
+
+The bound is the best of four arguments. Each says whether a step of a given length is impossible; `first_feasible`
+bisects for the shortest that is not.
 
     throughput    all tokens and all work pass through the ranks in whole rounds
     timeline      documents fit side by side, and one after another, on the ranks' timelines
     lock step     all ranks run all rounds together: long rounds against slow links (full sharding)
     mixture       every round has one checkpoint policy: fast ones hold less (full sharding)
-
-Each argument says whether a step of a given length is impossible; `first_feasible` bisects for the shortest that is
-not.
-
-Dual feasible functions sharpen them: such a function rounds parts that sum to at most one so that they still do. Two
-documents that each fill more than half of a group cannot share it, so each may count as a whole group.
 """
 
 from __future__ import annotations
@@ -262,9 +271,6 @@ def best_rounding(options: BatchOptions, step: float) -> Rounding:
     return max(ROUNDINGS, key=total)
 
 
-# Throughput.
-
-
 def throughput_bound(options: BatchOptions, start: float) -> float:
     """The shortest step in which the ranks get through all tokens and all work in whole rounds.
 
@@ -289,9 +295,6 @@ def throughput_bound(options: BatchOptions, start: float) -> float:
         return bool((prices * tokens + work > most * (1 + PRECISION)).any())
 
     return first_feasible(impossible, max(start, options.longest_ns))
-
-
-# Timelines.
 
 
 def timeline_bound(options: BatchOptions, start: float) -> float:
@@ -413,17 +416,12 @@ def _long_round(options: BatchOptions, until: float, longest: float) -> float:
     memory; the other rounds do the rest.
     """
     work = options.least_work(until)
-    densest = _densest_work(work, options.tokens, options.ranks * options.capacity)
+    order = np.argsort(-work / options.tokens, kind="stable")  # fractional knapsack: the last document in part
+    tokens = options.tokens[order]
+    part = np.clip(1 - (np.cumsum(tokens) - options.ranks * options.capacity) / tokens, 0.0, 1.0)
+    densest = float((part * work[order]).sum())
     rest = work.sum() - min(options.ranks * longest, densest)
     return longest + max(0.0, float(rest)) / options.ranks
-
-
-def _densest_work(work: np.ndarray, tokens: np.ndarray, capacity: float) -> float:
-    """The most work that so many tokens can carry (fractional knapsack: the last document in part)."""
-    order = np.argsort(-work / tokens, kind="stable")
-    filled = np.cumsum(tokens[order])
-    part = np.clip(1 - (filled - capacity) / tokens[order], 0.0, 1.0)
-    return float((part * work[order]).sum())
 
 
 def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rounds: int) -> float:

@@ -47,12 +47,11 @@ class SingleRankPrices:
     lengths: np.ndarray
     cost: CostModel
     policy: MemoryPolicy
-    tables: CostTables
 
-    @classmethod
-    def of(cls, lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> SingleRankPrices:
-        """Price the documents on one rank, whether it holds them or not."""
-        return cls(lengths, cost, policy, cost.tables(lengths, policy, (SINGLE_RANK,)))
+    @cached_property
+    def tables(self) -> CostTables:
+        """The documents on one rank, whether it holds them or not."""
+        return self.cost.tables(self.lengths, self.policy, (SINGLE_RANK,))
 
     @property
     def min_rounds(self) -> int:

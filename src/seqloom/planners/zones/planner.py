@@ -94,7 +94,7 @@ def plan_zones(
     policies = [policy for policy in cost.policies if only in (None, policy)]
     longest = int(cost.padded_lengths(array.max(keepdims=True))[0])
     most = max(shape.degree for shape in cost.shapes)
-    holding = [SingleRankPrices.of(array, cost, p) for p in policies if longest <= most * cost.capacity(p)]
+    holding = [SingleRankPrices(array, cost, p) for p in policies if longest <= most * cost.capacity(p)]
     if not holding:
         widest = max(policies, key=cost.capacity)
         raise BatchProblem(array, cost, widest).too_long()
