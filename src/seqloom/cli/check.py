@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from seqloom.cli import shared
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
     from seqloom.train.config import Config
 
-Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes of the run; without it, the config's.")]
-Batches = Annotated[int, typer.Option("--batches", help="First batches that are planned.")]
+Ranks = Annotated[int | None, Option(help="Processes of the run; without it, the config's.")]
+Batches = Annotated[int, Option(help="First batches that are planned.")]
 
 
 def check(

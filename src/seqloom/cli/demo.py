@@ -67,7 +67,7 @@ vocabulary = 257
 tied = true
 """
 
-Out = Annotated[Path, typer.Option("--out", help="Where auto's plan is written: .json or .txt.")]
+Out = Annotated[Path, typer.Option(help="Where auto's plan is written: .json or .txt.")]
 Train = Annotated[bool, typer.Option("--train/--no-train", help="End by training a tiny model on this machine.")]
 
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from seqloom.cli import shared
 from seqloom.errors import SeqloomError
@@ -23,38 +23,27 @@ MAX_DENOMINATOR, MAX_TIME = 10**9, 10**9
 
 Name = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="NAME",
         help="gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2, zb-v, v-half, v-min, terapipe, seq1f1b, "
         "seq1f1b-i, seq1f1b-zb or balanced.",
     ),
 ]
-Stages = Annotated[int | None, typer.Option("--stages", help="Pipeline ranks.")]
-MicroBatches = Annotated[int | None, typer.Option("--micro-batches", help="Sequences of a step.")]
-Pieces = Annotated[
-    str, typer.Option("--pieces", help="Pieces of every sequence, or one number per sequence such as 4,2,1.")
-]
-Chunks = Annotated[
-    int | None,
-    typer.Option("--chunks", help="Stages per pipeline rank; without it, the least the schedule takes."),
-]
+Stages = Annotated[int | None, Option(help="Pipeline ranks.")]
+MicroBatches = Annotated[int | None, Option(help="Sequences of a step.")]
+Pieces = Annotated[str, Option(help="Pieces of every sequence, or one number per sequence such as 4,2,1.")]
+Chunks = Annotated[int | None, Option(help="Stages per pipeline rank; without it, the least the schedule takes.")]
 Times = Annotated[
-    str,
-    typer.Option(
-        "--times", help="Forward, input half and weight half of the backward, of a micro-batch on a pipeline rank."
-    ),
+    str, Option(help="Forward, input half and weight half of the backward, of a micro-batch on a pipeline rank.")
 ]
 Memory = Annotated[
     float | None,
-    typer.Option(
-        "--memory", help="Micro-batches that a pipeline rank may hold; what holds more is refused, balanced fits in."
-    ),
+    Option(help="Micro-batches that a pipeline rank may hold; what holds more is refused, balanced fits in."),
 ]
 File = Annotated[
-    Path | None,
-    typer.Option("--file", help="Read the schedule from this .csv file: a line per pipeline rank, actions 0F3."),
+    Path | None, Option(help="Read the schedule from this .csv file: a line per pipeline rank, actions 0F3.")
 ]
-Csv = Annotated[Path | None, typer.Option("--csv", help="Write the schedule to this .csv file.")]
+Csv = Annotated[Path | None, Option(help="Write the schedule to this .csv file.")]
 
 
 def schedule(

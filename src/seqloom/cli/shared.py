@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from seqloom.errors import SeqloomError, unknown_name
 from seqloom.version import __version__
@@ -29,47 +30,26 @@ if TYPE_CHECKING:
 
 # Options.
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn at random.")]
-Cluster = Annotated[
-    str, typer.Option("--cluster", help="Preset, spelling such as 8x8xH100 (nodes x GPUs x kind), or file.")
-]
-Model = Annotated[str, typer.Option("--model", help="Preset, or path to a Hugging Face config.json.")]
-Profile = Annotated[
-    str | None,
-    typer.Option("--profile", help="Constants by name or file; without it, those of the cluster's device."),
-]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
+Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
+Cluster = Annotated[str, Option(help="Preset, spelling such as 8x8xH100 (nodes x GPUs x kind), or file.")]
+Model = Annotated[str, Option(help="Preset, or path to a Hugging Face config.json.")]
+Profile = Annotated[str | None, Option(help="Constants by name or file; without it, those of the cluster's device.")]
 Sharding = Annotated[
     str,
-    typer.Option(
-        "--sharding",
-        help="Parameters are sharded over all GPUs (full), a node (hybrid) or none; free: they move at every step.",
-    ),
+    Option(help="Parameters are sharded over all GPUs (full), a node (hybrid) or none; free: they move at every step."),
 ]
 BudgetGib = Annotated[
-    float | None,
-    typer.Option("--budget-gib", help="Memory per GPU that a plan may use; else the profile's, or 0.9 of the GPU's."),
+    float | None, Option(help="Memory per GPU that a plan may use; else the profile's, or 0.9 of the GPU's.")
 ]
-Lengths = Annotated[
-    str,
-    typer.Option("--lengths", help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin."),
-]
-Skip = Annotated[int, typer.Option("--skip", help="Batches to skip at the beginning.")]
-MaxLength = Annotated[
-    int | None,
-    typer.Option("--max-length", help="Longest sequence of the run, tokens; longer ones are dropped first."),
-]
-Column = Annotated[
-    str | None, typer.Option("--column", help="Column, field or array to read where a file has several.")
-]
-Tokenizer = Annotated[
-    str | None, typer.Option("--tokenizer", help="Counts a column of texts: bytes, or a tokenizer.json.")
-]
-Picture = Annotated[
-    Path | None, typer.Option("--picture", help="Write what is shown to this .svg file as well, in colour.")
-]
-ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
+Lengths = Annotated[str, Option(help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin.")]
+Skip = Annotated[int, Option(help="Batches to skip at the beginning.")]
+MaxLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens; longer ones are dropped first.")]
+Column = Annotated[str | None, Option(help="Column, field or array to read where a file has several.")]
+Tokenizer = Annotated[str | None, Option(help="Counts a column of texts: bytes, or a tokenizer.json.")]
+Picture = Annotated[Path | None, Option(help="Write what is shown to this .svg file as well, in colour.")]
+ConfigFile = Annotated[Path, Argument(help="A training config, .toml.", metavar="CONFIG")]
+Overrides = Annotated[list[str] | None, Option("--set", help="section.key=value, instead of the config's.")]
 
 
 # Output.

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from seqloom.cli import shared
 from seqloom.errors import SeqloomError
@@ -23,14 +24,13 @@ if TYPE_CHECKING:
 DTYPES = ("float64", "float32")
 USUAL_PLANNERS = "static,adaptive,flex,zones"
 
-Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes to start here; without it, the config's.")]
+Ranks = Annotated[int | None, Option(help="Processes to start here; without it, the config's.")]
 Planners = Annotated[
-    str | None,
-    typer.Option("--planners", help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages."),
+    str | None, Option(help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages.")
 ]
-ThreadRanks = Annotated[int | None, typer.Option("--ranks", help="Threads that play ranks; without it, the config's.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="float64, or float32 with a wider tolerance.")]
-Batches = Annotated[int, typer.Option("--batches", help="Steps that are compared.")]
+ThreadRanks = Annotated[int | None, Option(help="Threads that play ranks; without it, the config's.")]
+Dtype = Annotated[str, Option(help="float64, or float32 with a wider tolerance.")]
+Batches = Annotated[int, Option(help="Steps that are compared.")]
 
 
 def train(
