@@ -117,7 +117,7 @@ def installed_planners() -> tuple[list[str], dict[str, str]]:
     from seqloom.cli.doctor import probe
 
     solver = probe("highspy")
-    if solver.available:
+    if solver.version:
         return list(PLANNERS), {}
     why = f"its solver highspy is {solver.problem}: pip install 'seqloom[exact]'"
     return [name for name in PLANNERS if name != "flexsp"], {"flexsp": why}
@@ -217,7 +217,7 @@ def train_twice(seed: int, *, show: bool) -> dict[str, dict[str, Any]]:
 def _why_no_training() -> str | None:
     from seqloom.cli.doctor import probe
 
-    return None if probe("torch").available else "training needs torch: pip install 'seqloom[train]'"
+    return None if probe("torch").version else "training needs torch: pip install 'seqloom[train]'"
 
 
 def _training_dict(seed: int) -> dict[str, Any]:
