@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from seqloom.cli import shared
+from seqloom.errors import import_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +58,7 @@ def check(
 
 def _check_huggingface(config: Config, *, with_stages: bool) -> None:
     """Refuse a Hugging Face model that the engine cannot run, or not in stages. Loads no weights."""
-    shared.require_torch("a Hugging Face model", "train,hf")
+    import_extra("a Hugging Face model", "train,hf", "torch")
     import torch
 
     from seqloom.integrations.transformers.loading import build_huggingface

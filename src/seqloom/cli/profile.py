@@ -17,7 +17,7 @@ import typer
 from typer import Option
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, import_extra
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def profile(
         torchrun --nproc-per-node 8 -m seqloom profile --model llama3-8b --cluster 1x8xH200 --output machine.json
     """
     shared.check_output(output, "table" if model is None else "profile", (".json",))
-    shared.require_torch("seqloom profile measures kernels and")
+    import_extra("seqloom profile measures kernels and", "train", "torch")
     _refuse_options(context, with_model=model is not None)
     shared.check_dtype(dtype, DTYPES)
     if model is not None:

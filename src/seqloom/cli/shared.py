@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,14 +119,6 @@ def check_dtype(name: str, dtypes: Sequence[str]) -> None:
         raise unknown_name("dtype", name, dtypes)
 
 
-def require_torch(purpose: str, extras: str = "train") -> None:
-    """Refuse to go on without torch, and say how to install it."""
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise SeqloomError(f"{purpose} needs torch ({error}); pip install 'seqloom[{extras}]'") from None
-
-
 def under_torchrun(ranks: int | None) -> bool:
     """Whether torchrun has started this process; then refuse a number of ranks to start."""
     from seqloom.train.launch import started_by_torchrun
@@ -191,27 +183,20 @@ class Source:
         """
         from seqloom.describe import drop_longer, lengths_from
 
-        if count > MAX_SAMPLED and self.sampled:
+        if count > MAX_SAMPLED and self.note is not None:
             raise SeqloomError(
                 f"{count:,} sequences of sampler {self.name} are wanted, at most {MAX_SAMPLED:,} are drawn; "
                 "take fewer or smaller batches"
             )
-        lengths = lengths_from(
-            self.name,
-            seed=self.seed,
-            count=max(1, count),
-            max_length=self.max_length,
-            column=self.column,
-            tokenizer=self.tokenizer,
-        )
-        return drop_longer(lengths, self.max_length)
+        options = asdict(self)
+        return drop_longer(lengths_from(options.pop("name"), count=max(1, count), **options), self.max_length)
 
     @property
-    def sampled(self) -> bool:
-        """Whether the name is a sampler's."""
-        from seqloom.describe import SAMPLERS
+    def note(self) -> str | None:
+        """What a sampler says about its origin; None for a file."""
+        from seqloom.describe import SAMPLERS, sampler
 
-        return self.name in SAMPLERS
+        return sampler(self.name).note if self.name in SAMPLERS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +222,7 @@ class Workload:
 
         count = 1024
         lengths, dropped = source.read(count)
-        while source.sampled and lengths.sum() <= (skip + 1) * max(budget, int(lengths.max())):
+        while source.note is not None and lengths.sum() <= (skip + 1) * max(budget, int(lengths.max())):
             count *= 2
             lengths, dropped = source.read(count)
         return cls(source, tuple(batches_by_tokens(lengths, budget, skip=skip, count=1)), dropped)
@@ -250,18 +235,11 @@ class Workload:
         lengths, dropped = source.read(count)
         return cls(source, (Batch.of(lengths),), dropped)
 
-    @property
-    def sampler_note(self) -> str | None:
-        """What a sampler says about its origin; None for a file."""
-        from seqloom.describe import sampler
-
-        return sampler(self.source.name).note if self.source.sampled else None
-
     def as_dict(self) -> dict[str, Any]:
         """Return where the sequences come from, by JSON keys."""
         return {
             "lengths": self.source.name,
-            "sampler": self.sampler_note,
+            "sampler": self.source.note,
             "max_length": self.source.max_length,
             "dropped": self.dropped,
             "seed": self.source.seed,
@@ -269,7 +247,7 @@ class Workload:
 
     def notes(self) -> list[str]:
         """Return lines for the reader of a table: a sampler's origin, and what was dropped."""
-        lines = [f"sampler {self.source.name}: {self.sampler_note}"] if self.sampler_note else []
+        lines = [f"sampler {self.source.name}: {self.source.note}"] if self.source.note else []
         if self.dropped:
             lines.append(f"{self.dropped:,} sequences above {self.source.max_length:,} tokens dropped first")
         return lines

@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, import_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ def train(
         seqloom train recipes/tiny-cpu.toml --ranks 4
         torchrun --nproc-per-node 4 -m seqloom train recipes/tiny-cpu.toml
     """
-    shared.require_torch("seqloom train", "train,data")
+    import_extra("seqloom train", "train,data", "torch")
     from seqloom.train.config import Config
     from seqloom.train.launch import train_on_processes, train_under_torchrun
 
@@ -103,7 +103,7 @@ def verify(
     shared.check_dtype(dtype, DTYPES)
     if batches < 1:
         raise SeqloomError(f"{batches} batches to compare; give at least one")
-    shared.require_torch("seqloom verify")
+    import_extra("seqloom verify", "train", "torch")
     from seqloom.train.config import Config
 
     rows = _verify_batches(Config.load(config, overrides or []), names, ranks, dtype, batches, planners is None)

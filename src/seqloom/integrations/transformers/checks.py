@@ -50,13 +50,8 @@ REFUSALS: list[Refusal] = []
 def check(model: nn.Module) -> None:
     """Refuse a model that the engine would compute wrongly, or whose result would depend on the plan.
 
-    Dropout counts whether the model is in training mode or not, since it will be.
-
-    Args:
-        model: of transformers, or one that peft wraps.
-
-    Raises:
-        SeqloomError: every reason, where it was found, and the way out.
+    The error has every reason, where it was found, and the way out. Dropout counts whether the model, of transformers
+    or wrapped by peft, is in training mode or not, since it will be.
     """
     causal = unwrap(model)
     reasons = []

@@ -93,16 +93,7 @@ def drop_padding(rows: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> DecoderParts:
-    """Trace a decoder and return its parts.
-
-    Args:
-        decoder: an attached model without its head.
-        embedding: of tokens.
-        layers: all of them, in order.
-
-    Raises:
-        StageSplitError: it does more than its parts do.
-    """
+    """Trace an attached model without its head and return its parts; StageSplitError if it does more than they do."""
     values = _trace_values(embedding, 1)
     calls, result = _trace(decoder, layers, embedding, values)
     indices = [index for index, call in enumerate(calls) if call.module in layers]
@@ -130,10 +121,7 @@ def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.
 def check_positions(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Refuse a decoder in which positions reach anything but tables: a TP group's tables are of other tokens.
 
-    Traces it with three positions for two tokens. Arguments as in `split_decoder`.
-
-    Raises:
-        StageSplitError: hidden states depend on positions, or the decoder cannot be traced.
+    Traces it with three positions for two tokens; StageSplitError also if it cannot be traced.
     """
     calls, result = _trace(decoder, layers, embedding, _trace_values(embedding, 3), tokens=2)
     inputs = [_like_first_tensor(call.arguments) for call in calls if call.module in layers]
