@@ -34,21 +34,13 @@ FILL_PARTS = 32
 
 
 class PackingLevel(NamedTuple):
-    """Packs of one length, and how they are run.
+    """Packs of one length, and how they are run."""
 
-    Attributes:
-        tokens: of a full pack.
-        shape: of the group that runs a pack.
-        policy: activations that a round stores, and when gradients are reduced.
-        packs: packs of a step, in as many full rounds as the step's tokens allow.
-        token_ps: predicted picoseconds per token of a full step.
-    """
-
-    tokens: int
-    shape: GroupShape
-    policy: MemoryPolicy
-    packs: int
-    token_ps: int
+    tokens: int  # of a full pack
+    shape: GroupShape  # of the group that runs a pack
+    policy: MemoryPolicy  # activations that a round stores, and when gradients are reduced
+    packs: int  # packs of a step, in as many full rounds as the step's tokens allow
+    token_ps: int  # predicted picoseconds per token of a full step
 
 
 def level_sets(lengths: np.ndarray, cost: CostModel, step_tokens: int) -> Iterator[tuple[PackingLevel, ...]]:

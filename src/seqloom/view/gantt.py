@@ -40,19 +40,14 @@ class Occupancy:
     """A grid of rows (ranks, nodes or runs of them) x columns (equal slices of the step)."""
 
     labels: tuple[str, ...]
-    degrees: tuple[int, ...]
-    """Ascending; 0 is the end of the step."""
-    share: np.ndarray
-    """float64[rows, degrees, columns]: share of the cell's rank-time in which groups of a degree work."""
+    degrees: tuple[int, ...]  # ascending; 0 is the end of the step
+    share: np.ndarray  # float64[rows, degrees, columns] of the cell's rank-time in which groups of a degree work
 
 
 def occupancy(simulation: Simulation, rows: int, columns: int) -> Occupancy:
     """Sum the work of every cell. Messages between stages are left out: they run beside the work.
 
-    Args:
-        simulation: source of the events.
-        rows: at most this many; ranks if they fit, else nodes, else runs of nodes (of ranks in one node).
-        columns: slices of time.
+    A row is a rank if `rows` hold them all, else a node, else a run of nodes (of ranks in one node).
     """
     size, labels = _rows(simulation, rows)
     events = simulation.events.where(~simulation.events.is_message)
@@ -122,10 +117,8 @@ class Gantt:
     """
 
     simulation: Simulation
-    width: int | None = None
-    """Characters; None takes the console's."""
-    rows: int = 16
-    """Lines at most: ranks are drawn one by one if they fit, else by node."""
+    width: int | None = None  # characters; None takes the console's
+    rows: int = 16  # lines at most: ranks are drawn one by one if they fit, else by node
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a line per row, the time axis and the legend."""

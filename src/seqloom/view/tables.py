@@ -43,26 +43,14 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
     for entry in simulation.rounds:
         current = plan.pipelines[entry.pipeline].rounds[entry.round]
         lengths = [span.tokens for span in current.by_stage[0].spans()]
-        table.add_row(
-            f"{entry.pipeline}.{entry.round}" if len(plan.pipelines) > 1 else str(entry.round),
-            groups_of_round(current),
-            f"{sum(lengths):,}",
-            f"{max(lengths, default=0):,}",
-            milliseconds(entry.time_ns),
-            percent(entry.idle_share),
-            percent(entry.comm_share),
-        )
+        name = f"{entry.pipeline}.{entry.round}" if len(plan.pipelines) > 1 else str(entry.round)
+        sizes = f"{sum(lengths):,}", f"{max(lengths, default=0):,}"
+        shares = percent(entry.idle_share), percent(entry.comm_share)
+        table.add_row(name, groups_of_round(current), *sizes, milliseconds(entry.time_ns), *shares)
     table.add_section()
-    table.add_row(
-        "step",
-        f"{len(simulation.rounds)} rounds",
-        f"{plan.tokens:,}",
-        f"{max(plan.documents):,}",
-        milliseconds(simulation.step_ns),
-        percent(simulation.idle_share),
-        percent(simulation.comm_share),
-        style="bold",
-    )
+    sizes = f"{plan.tokens:,}", f"{max(plan.documents):,}"
+    times = milliseconds(simulation.step_ns), percent(simulation.idle_share), percent(simulation.comm_share)
+    table.add_row("step", f"{len(simulation.rounds)} rounds", *sizes, *times, style="bold")
     return table
 
 
