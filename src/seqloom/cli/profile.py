@@ -17,7 +17,7 @@ import typer
 from typer import Option
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError, import_extra
+from seqloom.errors import SeqloomError, import_extra, unknown_name
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def profile(
     shared.check_output(output, "table" if model is None else "profile", (".json",))
     import_extra("seqloom profile measures kernels and", "train", "torch")
     _refuse_options(context, with_model=model is not None)
-    shared.check_dtype(dtype, DTYPES)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
     if model is not None:
         setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
         _profile_machine(setup, ranks, output, json)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -111,12 +111,6 @@ def split_names(text: str, what: str, example: str) -> list[str]:
     if not names:
         raise SeqloomError(f"no {what} in {text!r}; name at least one, for example {example}")
     return names
-
-
-def check_dtype(name: str, dtypes: Sequence[str]) -> None:
-    """Refuse a name that is not one of the dtypes."""
-    if name not in dtypes:
-        raise unknown_name("dtype", name, dtypes)
 
 
 def under_torchrun(ranks: int | None) -> bool:

@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError, import_extra
+from seqloom.errors import SeqloomError, import_extra, unknown_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +100,8 @@ def verify(
         seqloom verify recipes/tiny-cpu.toml --planners static,flex,pipeline:2
     """
     names = shared.split_names(USUAL_PLANNERS if planners is None else planners, "planner", USUAL_PLANNERS)
-    shared.check_dtype(dtype, DTYPES)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
     if batches < 1:
         raise SeqloomError(f"{batches} batches to compare; give at least one")
     import_extra("seqloom verify", "train", "torch")

@@ -112,11 +112,8 @@ def _levels(lengths: Sequence[int], sizes: np.ndarray, cost: CostModel, step_tok
 def cheapest_level(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, step_tokens: int) -> PackingLevel:
     """Find the level with the least time per token; of nearly equal ones, the one that fills a step best.
 
-    Args:
-        lengths: tokens of a pack to choose from; packs may be somewhat longer, to fill a step.
-        documents: int64[n] tokens of the documents in the packs, sorted.
-        cost: prices packs.
-        step_tokens: no step has more tokens.
+    Its packs have one of these lengths, or are somewhat longer to fill a step of at most `step_tokens`, and hold such
+    documents, int64[n] tokens, sorted.
     """
     sample = documents[np.linspace(0, len(documents) - 1, min(SAMPLE, len(documents))).astype(np.int64)]
     priced = [each for policy in cost.policies for each in _priced(sorted(lengths), policy, sample, cost, step_tokens)]

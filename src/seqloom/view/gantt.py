@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
@@ -132,7 +132,8 @@ class Gantt:
         idle, side = (".", "|") if options.ascii_only else ("·", "│")
         looks = [(_mark(grid.degrees, degree), "white" if degree == 0 else colour(degree)) for degree in grid.degrees]
 
-        def cell(share: float, mark: str, style: str, least: float) -> tuple[str, str]:
+        def cell(share: float, look: tuple[str, str], least: float = 0.5) -> tuple[str, str]:
+            mark, style = look
             if coloured:
                 height = min(round(share * len(HEIGHTS)), len(HEIGHTS))
                 return (HEIGHTS[height - 1], style) if height else (idle, "dim")
@@ -146,10 +147,9 @@ class Gantt:
 
         for label, shares in zip(grid.labels, grid.share, strict=True):
             busiest = [looks[most] for most in shares.argmax(axis=0)] if looks else [("", "")] * columns
-            yield line(label, (cell(busy, *look, 0.5) for busy, look in zip(shares.sum(axis=0), busiest, strict=True)))
+            yield line(label, map(cell, shares.sum(axis=0).tolist(), busiest))
         for label, shares in zip(nics, use.tolist(), strict=True):
-            marks = [NIC_MARKS[int(share >= 0.5)] for share in shares]
-            yield line(label, map(cell, shares, marks, repeat(NIC_COLOUR), repeat(LEAST_NIC_USE)))
+            yield line(label, [cell(use, (NIC_MARKS[use >= 0.5], NIC_COLOUR), LEAST_NIC_USE) for use in shares])
         end = duration(self.simulation.step_ns).rjust(columns - 1)
         yield Text(" " * (margin + 1) + "0" + end, "dim", no_wrap=True)
         legend = Text("degree  ")

@@ -108,7 +108,8 @@ def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.
         raise StageSplitError(f"its embedding is called {len(embedded)} times before the first layer")
     _check_stream([*embedded, *middle, *after], result)
     values = values._replace(hidden=embedded[0].result)
-    tables = [call for call in before if call.module is not embedding and _is_argument(call.result, middle)]
+    given = {id(value) for call in middle for value in call.arguments}
+    tables = [call for call in before if call.module is not embedding and id(call.result) in given]
     table_calls = tuple(_child_call(call, values) for call in tables)
     values = values._replace(tables=tuple(call.result for call in tables))
     layer_calls = []
@@ -231,10 +232,6 @@ def _check_stream(calls: list[_TracedCall], result: Any) -> None:
     changed = next((name for name, call in zip(names, calls, strict=True) if call.result._version), None)
     if changed is not None:
         raise StageSplitError(f"what {changed} returned is changed in place before it is used")
-
-
-def _is_argument(value: Any, calls: list[_TracedCall]) -> bool:
-    return any(argument is value for call in calls for argument in call.arguments)
 
 
 def _child_call(call: _TracedCall, values: CallValues) -> ChildCall:
