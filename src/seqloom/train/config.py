@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from seqloom.cost import Profile
 from seqloom.data.source import SYNTHETIC
@@ -23,7 +25,9 @@ from seqloom.errors import SeqloomError, import_extra, unknown_name
 from seqloom.plan import Sharding
 from seqloom.planners.pipeline.planner import SCHEDULES
 from seqloom.planners.registry import parse_planner
-from seqloom.reader import build, is_file_name, read_mapping
+from seqloom.reader import build, is_file_name, read_mapping, validation_error
+
+T = TypeVar("T")
 
 Count = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, ge=1)]
@@ -35,11 +39,21 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 
-class _Section:
-    """Keys of a section: their types say what is legal. A key that is none of them is refused."""
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def _checked(cls: type[T]) -> type[T]:
+    """Make a frozen dataclass that refuses what its types do not allow, read from a file or made in Python."""
+    checked: Any = pydantic_dataclass(frozen=True, slots=True, config={"extra": "forbid"})(cls)
+    validate = checked.__init__
 
-    __slots__ = ()
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    @wraps(validate)
+    def initialise(self: T, *arguments: Any, **keys: Any) -> None:
+        try:
+            validate(self, *arguments, **keys)
+        except ValidationError as error:
+            raise validation_error(checked, error, cls.__name__) from None
+
+    checked.__init__ = initialise
+    return checked
 
 
 def _require_one(section: object, name: str, *keys: str) -> None:
@@ -51,8 +65,8 @@ def _require_one(section: object, name: str, *keys: str) -> None:
         raise SeqloomError(f"{dotted}: {problem}; give exactly one of them")
 
 
-@dataclass(frozen=True, slots=True)
-class Run(_Section):
+@_checked
+class Run:
     """How long, with which seed, where to."""
 
     output: Path
@@ -73,8 +87,8 @@ class Run(_Section):
         _require_one(self, "run", "steps", "epochs")
 
 
-@dataclass(frozen=True, slots=True)
-class Model(_Section):
+@_checked
+class Model:
     """The model to train: a reference model, or a Hugging Face folder."""
 
     spec: str | None = None
@@ -100,8 +114,8 @@ class Model(_Section):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Data(_Section):
+@_checked
+class Data:
     """Which documents, and how many of them make a step."""
 
     source: Path
@@ -140,8 +154,8 @@ class Data(_Section):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Planning(_Section):
+@_checked
+class Planning:
     """Which planner, for which machine, and within what memory."""
 
     planner: str = "auto"
@@ -169,8 +183,8 @@ class Planning(_Section):
             raise SeqloomError(f"plan.strategies = {self.strategies!r}; give a .json of seqloom propose, or 'auto'")
 
 
-@dataclass(frozen=True, slots=True)
-class Pipelining(_Section):
+@_checked
+class Pipelining:
     """Whether the model's layers are cut into stages, each on ranks of its own, through which documents flow."""
 
     stages: Annotated[int, Strict()] | str = 1
@@ -194,8 +208,8 @@ class Pipelining(_Section):
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Optimiser(_Section):
+@_checked
+class Optimiser:
     """AdamW. Matrices are decayed, norms and biases are not."""
 
     lr: PositiveReal = 3e-4
@@ -207,8 +221,8 @@ class Optimiser(_Section):
     """The gradient is scaled down to this norm where it is above; 0: never."""
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule(_Section):
+@_checked
+class Schedule:
     """How the learning rate moves: up during the warm-up, then down to `final` at the last step."""
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
@@ -218,8 +232,8 @@ class Schedule(_Section):
     """Share of the rate at the last step; constant has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation(_Section):
+@_checked
+class Evaluation:
     """Loss on the validation documents."""
 
     every: Count = 0
@@ -228,8 +242,8 @@ class Evaluation(_Section):
     """Batches of an evaluation, always the same ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpointing(_Section):
+@_checked
+class Checkpointing:
     """When the state of a run is written, and where it begins from."""
 
     every: Count = 0
@@ -240,8 +254,8 @@ class Checkpointing(_Section):
     """auto: from the latest of this run's folder, if there is one; never; or the folder of a checkpoint elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Logging(_Section):
+@_checked
+class Logging:
     """Where the metrics of steps go."""
 
     every: Positive = 1
@@ -257,11 +271,9 @@ class Logging(_Section):
             raise SeqloomError(f"log.sinks = {list(self.sinks)} names one twice; name each once")
 
 
-@dataclass(frozen=True, slots=True)
+@_checked
 class Config:
     """Everything that a run depends on. Paths are absolute."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
 
     run: Run
     model: Model
