@@ -49,7 +49,6 @@ class Capabilities:
         offsets: takes any offset; otherwise only squares (offset 0, as many queries as keys) and unmasked segments.
         prefixes: where `offsets` is false, also takes segments that end on the diagonal (offset = keys - queries > 0).
         overwrites: also writes rows behind its segments, so it must run before the kernels that own these rows.
-        tested: this project's tests run it; otherwise it is written after its documentation only.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Capabilities:
     offsets: bool = True
     prefixes: bool = False
     overwrites: bool = False
-    tested: bool = True
 
     def unsupported(self, segments: Segments, shape: AttentionShape) -> str | None:
         """Return why the kernel cannot run these segments (value, rule, legal values); None when it can."""
