@@ -99,7 +99,7 @@ class PreparedVarlen:
     def _is_one_call(self, q: torch.Tensor, k: torch.Tensor) -> bool:
         return len(self.calls) == 1 and self.calls[0].covers(len(q), len(k))
 
-    def _backward(self, call: VarlenCall, dout: torch.Tensor, saved: Saved) -> compat.Gradients:
+    def _backward(self, call: VarlenCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         # A ring hands over its merged output in float32; the operator wants one dtype, and lse without gaps.
         dtype = saved.q.dtype
         saved = saved._replace(out=saved.out.to(dtype), lse=saved.lse.contiguous())

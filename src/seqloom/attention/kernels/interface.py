@@ -44,7 +44,6 @@ class Capabilities:
         devices: "cpu", "cuda".
         dtypes: of q, k, v.
         max_dim, dim_multiple: legal head widths.
-        gqa: takes fewer kv heads than heads without repeating them.
         windows: takes sliding windows. A window that hides nothing is none.
         offsets: takes any offset; otherwise only squares (offset 0, as many queries as keys) and unmasked segments.
         prefixes: where `offsets` is false, also takes segments that end on the diagonal (offset = keys - queries > 0).
@@ -56,7 +55,6 @@ class Capabilities:
     dtypes: tuple[torch.dtype, ...]
     max_dim: int
     dim_multiple: int = 1
-    gqa: bool = True
     windows: bool = True
     offsets: bool = True
     prefixes: bool = False
@@ -77,8 +75,6 @@ class Capabilities:
             return f"{self.name}: head dim {shape.dim}; it takes {multiple}at most {self.max_dim}"
         if shape.heads < 1 or shape.kv_heads < 1 or shape.heads % shape.kv_heads:
             return f"{self.name}: {shape.kv_heads} kv heads for {shape.heads} heads; kv heads must divide the heads"
-        if shape.heads != shape.kv_heads and not self.gqa:
-            return f"{self.name}: {shape.kv_heads} kv heads for {shape.heads} heads; it takes one kv head per head"
         return None
 
     def unsupported_segments(self, segments: Segments) -> str | None:
