@@ -16,7 +16,7 @@ from seqloom.attention.kernels import AttentionShape, Capabilities
 from seqloom.attention.kernels.dispatch import KERNELS
 from seqloom.layout import Span
 from seqloom.plan import Group
-from seqloom.plan.group import even_ranges
+from seqloom.plan.round import even_ranges
 
 HEADS, KV_HEADS = 4, 2
 GROUP = Group(ranks=(0, 1, 2, 3), ulysses=2, ring=2, spans=(Span(0, 0, 16), Span(1, 0, 8)))
