@@ -43,23 +43,14 @@ PACK_TOKENS = {"cuda": 131_072, "cpu": 0}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MASKS = ("causal", "full")
 
-Device = Annotated[str | None, Option(help="cpu, cuda or cuda:1; without it, the GPU if any.")]
-Heads = Annotated[int, Option(help="Query heads.")]
-KvHeads = Annotated[int, Option(help="Key and value heads.")]
-Dim = Annotated[int, Option(help="Width of a head.")]
-Dtype = Annotated[str, Option(help=f"{', '.join(DTYPES)}.")]
 Kernels = Annotated[str | None, Option(help="Names with commas between; without it, all but the plain reference.")]
 Longest = Annotated[int | None, Option(help="Longest document, tokens.  [default: 131072 on a GPU, 1024 on a CPU]")]
-Quick = Annotated[bool, Option("--quick", help="Fewer lengths and runs: a first impression.")]
 Output = Annotated[
     Path | None, Option(help="File to write, .json; what a table holds of other shapes and devices is kept.")
 ]
 Model = Annotated[
     str | None, Option(help="Measure training steps of this model instead, and write a profile for --profile.")
 ]
-Ranks = Annotated[int | None, Option(help="With --model: processes to start here.  [default: 1]")]
-Cluster = Annotated[str | None, Option(help="With --model: what the ranks run on, as in plan.")]
-Sharding = Annotated[str, Option(help="With --model: full, hybrid or none.")]
 Capacity = Annotated[int | None, Option(help="With --model: tokens of a rank in a round; else what memory holds.")]
 KERNEL_OPTIONS = ("device", "heads", "kv_heads", "dim", "kernels", "quick")
 MODEL_OPTIONS = ("ranks", "cluster", "sharding", "capacity")
@@ -67,19 +58,19 @@ MODEL_OPTIONS = ("ranks", "cluster", "sharding", "capacity")
 
 def profile(
     context: typer.Context,
-    device: Device = None,
-    heads: Heads = 32,
-    kv_heads: KvHeads = 8,
-    dim: Dim = 128,
-    dtype: Dtype = "bfloat16",
+    device: Annotated[str | None, Option(help="cpu, cuda or cuda:1; without it, the GPU if any.")] = None,
+    heads: Annotated[int, Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, Option(help="Key and value heads.")] = 8,
+    dim: Annotated[int, Option(help="Width of a head.")] = 128,
+    dtype: Annotated[str, Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
     kernels: Kernels = None,
     max_length: Longest = None,
-    quick: Quick = False,
+    quick: Annotated[bool, Option("--quick", help="Fewer lengths and runs: a first impression.")] = False,
     output: Output = None,
     model: Model = None,
-    ranks: Ranks = None,
-    cluster: Cluster = None,
-    sharding: Sharding = "full",
+    ranks: Annotated[int | None, Option(help="With --model: processes to start here.  [default: 1]")] = None,
+    cluster: Annotated[str | None, Option(help="With --model: what the ranks run on, as in plan.")] = None,
+    sharding: Annotated[str, Option(help="With --model: full, hybrid or none.")] = "full",
     capacity: Capacity = None,
     json: shared.AsJson = False,
 ) -> None:
@@ -127,10 +118,8 @@ def _refuse_options(context: typer.Context, *, with_model: bool) -> None:
     """Refuse options that only the other kind of measurement has."""
     for name in KERNEL_OPTIONS if with_model else MODEL_OPTIONS:
         if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
-            option = "--" + name.replace("_", "-")
-            if with_model:
-                raise SeqloomError(f"{option} has no meaning with --model; leave it out, the model says it")
-            raise SeqloomError(f"{option} needs --model; add --model")
+            wrong = "has no meaning with --model; leave it out, the model says it"
+            raise SeqloomError(f"--{name.replace('_', '-')} {wrong if with_model else 'needs --model; add --model'}")
 
 
 def choose_device(name: str | None) -> torch.device:

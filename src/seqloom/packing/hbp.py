@@ -370,14 +370,8 @@ class Balance:
 
     def as_dict(self) -> dict[str, float]:
         """The field's names: DBR, PR, ABR, CR; the time in milliseconds."""
-        return {
-            "dbr": self.tokens,
-            "pr": self.padding,
-            "abr": self.attention,
-            "cr": self.communication,
-            "steps": self.steps,
-            "mean_step_ms": self.step_ns / 1e6,
-        }
+        shares = {"dbr": self.tokens, "pr": self.padding, "abr": self.attention, "cr": self.communication}
+        return {**shares, "steps": self.steps, "mean_step_ms": self.step_ns / 1e6}
 
 
 def plans_balance(plans: Sequence[Plan], cost: CostModel, step_ns: Sequence[int] | None = None) -> Balance:
