@@ -93,11 +93,17 @@ def profile(
         setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
         _profile_machine(setup, ranks, output, json)
         return
+    import torch
+
     from seqloom.attention.kernels.dispatch import KernelTable, default_table_path
+    from seqloom.attention.kernels.interface import AttentionShape
     from seqloom.profiling.kernels import time_kernels
 
     place = choose_device(device)
-    shape = make_shape(heads, kv_heads, dim, dtype, place)
+    if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
+        sizes = f"{heads} heads, {kv_heads} kv heads, head dim {dim}"
+        raise SeqloomError(f"{sizes}: all at least 1, and kv heads must divide the heads")
+    shape = AttentionShape(heads, kv_heads, dim, getattr(torch, dtype), place, dim**-0.5)
     chosen, left_out = choose_kernels(kernels, shape)
     settings = timing_settings(max_length, quick, place.type)
     path = default_table_path() if output is None else output
@@ -135,19 +141,6 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SeqloomError(f"device {name!r} is not here, torch sees {torch.cuda.device_count()} GPUs; use cpu")
     return device
-
-
-def make_shape(heads: int, kv_heads: int, dim: int, dtype: str, device: torch.device) -> AttentionShape:
-    """Return the attention shape to measure."""
-    import torch
-
-    from seqloom.attention.kernels.interface import AttentionShape
-
-    if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
-        raise SeqloomError(
-            f"{heads} heads, {kv_heads} kv heads, head dim {dim}: all at least 1, and kv heads must divide the heads"
-        )
-    return AttentionShape(heads, kv_heads, dim, getattr(torch, dtype), device, dim**-0.5)
 
 
 def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kernel], dict[str, str]]:

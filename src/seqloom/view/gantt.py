@@ -92,13 +92,11 @@ def _elapsed(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 def _rows(simulation: Simulation, rows: int) -> tuple[int, tuple[str, ...]]:
     """(ranks per row, labels)."""
-    ranks, node = simulation.ranks, simulation.node_size
-    if ranks <= rows or node >= ranks:
-        size = -(-ranks // max(rows, 1))
-        return size, _labels("rank", ranks, size)
-    nodes = -(-ranks // node)
-    size = -(-nodes // max(rows, 1))
-    return size * node, _labels("node", nodes, size)
+    by_rank = simulation.ranks <= max(rows, simulation.node_size)
+    unit = 1 if by_rank else simulation.node_size
+    count = -(-simulation.ranks // unit)
+    size = -(-count // max(rows, 1))
+    return size * unit, _labels("rank" if by_rank else "node", count, size)
 
 
 def _labels(noun: str, count: int, size: int) -> tuple[str, ...]:

@@ -115,7 +115,8 @@ def _gather_input(
     """Gather the hidden states among the arguments over the TP group; replace the context by that of attention."""
     first: Any = part.get_submodule(region.colwise[0].removeprefix(region.name + "."))
     check_weight_shard(first.weight, first.out_features, context)
-    hidden = [value for value in (*args, *options.values()) if _is_hidden(value, first.in_features)]
+    tensors = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
+    hidden = [x for x in tensors if x.is_floating_point() and x.shape[-1] == first.in_features]
     if len(hidden) != 1:
         raise SeqloomError(
             f"{type(part).__name__} is called with {len(hidden)} tensors of hidden states in a TP group: it is not "
@@ -146,10 +147,6 @@ def _without_bias(linear: nn.Module) -> Generator[nn.Parameter | None]:
         yield bias
     finally:
         linear._parameters["bias"] = bias
-
-
-def _is_hidden(value: Any, width: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[-1] == width
 
 
 def _replace(args: tuple[Any, ...], options: dict[str, Any], new: Callable[[Any], Any]) -> tuple[Any, Any]:

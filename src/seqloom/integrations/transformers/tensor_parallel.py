@@ -41,14 +41,8 @@ def tensor_plan(
 ) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int], dict[str, int]]:
     """Read the plan of a model; `NoTensorParallel` where it has none, or one that cannot be followed here.
 
-    Args:
-        model: has the parameters under the names that checkpoints use.
-        causal: the model of transformers in it.
-        layers: all of them, in order.
-        specs: the attention calls of the layers.
-
-    Returns:
-        Regions of every layer, axis of every parameter that is cut, and the numbers that a tensor degree must divide.
+    Returns the regions of every layer, the axis of every parameter that is cut by its name in `model`, and the numbers
+    that a tensor degree must divide. `causal` is the model of transformers in `model`.
     """
     names = {module: name for name, module in causal.named_modules()}
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
