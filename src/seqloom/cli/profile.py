@@ -45,12 +45,6 @@ MASKS = ("causal", "full")
 
 Kernels = Annotated[str | None, Option(help="Names with commas between; without it, all but the plain reference.")]
 Longest = Annotated[int | None, Option(help="Longest document, tokens.  [default: 131072 on a GPU, 1024 on a CPU]")]
-Output = Annotated[
-    Path | None, Option(help="File to write, .json; what a table holds of other shapes and devices is kept.")
-]
-Model = Annotated[
-    str | None, Option(help="Measure training steps of this model instead, and write a profile for --profile.")
-]
 Capacity = Annotated[int | None, Option(help="With --model: tokens of a rank in a round; else what memory holds.")]
 KERNEL_OPTIONS = ("device", "heads", "kv_heads", "dim", "kernels", "quick")
 MODEL_OPTIONS = ("ranks", "cluster", "sharding", "capacity")
@@ -66,8 +60,12 @@ def profile(
     kernels: Kernels = None,
     max_length: Longest = None,
     quick: Annotated[bool, Option("--quick", help="Fewer lengths and runs: a first impression.")] = False,
-    output: Output = None,
-    model: Model = None,
+    output: Annotated[
+        Path | None, Option(help="File to write, .json; what a table holds of other shapes and devices is kept.")
+    ] = None,
+    model: Annotated[
+        str | None, Option(help="Measure training steps of this model instead, and write a profile for --profile.")
+    ] = None,
     ranks: Annotated[int | None, Option(help="With --model: processes to start here.  [default: 1]")] = None,
     cluster: Annotated[str | None, Option(help="With --model: what the ranks run on, as in plan.")] = None,
     sharding: Annotated[str, Option(help="With --model: full, hybrid or none.")] = "full",

@@ -6,6 +6,7 @@ that ``seqloom --help`` stays fast.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -128,14 +129,8 @@ def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
-        started = 0
-
-        def step(description: str) -> None:
-            nonlocal started
-            bar.update(task, completed=started, description=description)
-            started += 1
-
-        yield step
+        done = itertools.count()
+        yield lambda description: bar.update(task, completed=next(done), description=description)
 
 
 @contextmanager

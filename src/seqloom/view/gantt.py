@@ -175,7 +175,8 @@ ACTION_STYLES = {"F": "bright_blue", "B": "green", "I": "cyan", "W": "yellow"}
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "its input half", "W": "its weight half"}
 MOST_BLOCKS = 3
 """A grid that needs more blocks of lines than this is drawn with one letter per time slice instead."""
-_ACTION = re.compile(r"\d+([FBIW])\d+(?: +-)*")
+_ACTION = re.compile(r"\d*([FBIW])\1*\d*(?: +-)*")
+"""An action by name, with the time that it goes on, or a run of one letter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +194,6 @@ class ScheduleChart:
         drawn = Text(text, no_wrap=True, overflow="crop")
         for match in _ACTION.finditer(text):
             drawn.stylize(ACTION_STYLES[match[1]], *match.span())
-        if not _ACTION.search(text):
-            for kind, style in ACTION_STYLES.items():
-                drawn.highlight_regex(rf"{kind}+", style)
         yield drawn
         kinds = {action.kind for row in self.schedule.rows for action in row}
         legend = Text()
