@@ -21,7 +21,6 @@ import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -261,9 +260,7 @@ class StoreWriter:
         self.documents, self.tokens, self.valid = self.documents + 1, self.tokens + len(ids), self.valid + valid
         self.longest = max(self.longest, len(ids))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 self._finish()
@@ -295,10 +292,7 @@ class StoreWriter:
         self._token_writer.close()
         self._index_writer.close()
         meta = StoreMetadata(
-            FORMAT,
-            VERSION,
-            self._vocabulary,
-            self._dtype.name,
+            *(FORMAT, VERSION, self._vocabulary, self._dtype.name),
             *(self.documents, self.tokens, self.valid, self.longest),
             files={TOKENS: self._token_file.sync(), INDEX: self._index_file.sync()},
             tokenizer=self._tokenizer,

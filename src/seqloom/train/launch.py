@@ -344,16 +344,13 @@ def allocator_advice(device: str) -> str | None:
 def allocator_environment() -> Iterator[None]:
     """Give the setting to processes that are started inside, unless the user has one. This process does not use it."""
     name = ALLOCATOR_VARIABLES[0]
-    if user_allocator_setting() is not None:
-        yield
-        return
-    before = os.environ.pop(name, None)  # empty, if it is there
-    os.environ[name] = ALLOCATOR_SETTING
+    before = {name: os.environ[name]} if name in os.environ else {}
+    os.environ.update({} if user_allocator_setting() else {name: ALLOCATOR_SETTING})
     try:
         yield
     finally:
-        del os.environ[name]
-        os.environ.update({} if before is None else {name: before})
+        os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 # ---- Compilers
