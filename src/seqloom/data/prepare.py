@@ -34,7 +34,7 @@ CHUNK = 1 << 20
 RECORD_OVERHEAD = 64
 """Characters that a record counts on top of its own, so that empty ones fill a chunk too."""
 BYTES = "bytes"
-"""Name of the tokenizer that needs no file."""
+"""Name of the tokenizer that needs no file: ids 0 .. 255 are the bytes of UTF-8, 256 ends a document."""
 PROBES = 300
 """Words of a vocabulary tried as a text to find a tokenizer's begin and end; the first ones may be special."""
 
@@ -58,7 +58,7 @@ class Tokenizer:
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """Load a tokenizer by name: `bytes`, the path of a tokenizer.json, or of a Hugging Face folder."""
     if str(name) == BYTES:
-        return _byte_tokenizer()
+        return Tokenizer(_encode_bytes, 257, (), (256,), {"kind": "bytes", "begin": [], "end": [256]})
     path = Path(name)
     if path.is_dir():
         return _load_folder(path)
@@ -70,13 +70,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     )
 
 
-def _byte_tokenizer() -> Tokenizer:
-    """Ids 0 .. 255 are the bytes of UTF-8, 256 ends a document."""
-
-    def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
-
-    return Tokenizer(encode, 257, (), (256,), {"kind": "bytes", "begin": [], "end": [256]})
+def _encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:
+    return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
 
 def _load_json(path: Path) -> Tokenizer:

@@ -249,7 +249,8 @@ class StoreWriter:
             mask = np.asarray(loss_mask, dtype=bool)
             if mask.shape != ids.shape:
                 raise SeqloomError(f"{where}: a mask of {mask.size} for {len(ids)} tokens; give one each")
-            valid, ignored = int(mask[1:].sum()), _run_edges(~mask)
+            valid, edges = int(mask[1:].sum()), np.diff(~mask, prepend=False, append=False)
+            ignored = np.flatnonzero(edges).tolist()  # where runs of ignored tokens start and stop
         self._pending_ids.append(ids.astype(self._dtype))
         self._pending_tokens += len(ids)
         if self._pending_tokens >= TOKENS_PER_RECORD_BATCH:
@@ -342,11 +343,6 @@ def require_new_folder(path: Path) -> None:
         raise SeqloomError(f"{str(path)!r} exists; choose another folder, or remove it first")
     if not path.absolute().parent.is_dir():
         raise SeqloomError(f"{str(path)!r} needs the folder {str(path.parent)!r}, which does not exist; make it")
-
-
-def _run_edges(mask: np.ndarray) -> list[int]:
-    """Starts and stops of the runs of True, alternating."""
-    return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
 
 
 def sync_folder(folder: Path) -> None:

@@ -266,7 +266,9 @@ class Watchdog:
         self._writer.close()
         if error is None:
             signal.signal(signal.SIGTERM, self._handler)
-        elif is_lost_rank(error):
+        elif isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error))
+        ):
             # of our own errors, the lines after the first show where the ranks are
             details = str(error).strip().partition("\n")[2] if isinstance(error, SeqloomError) else ""
             raise SeqloomError(self._lost_rank_message(_first_sentence(error), details)) from error
@@ -301,13 +303,6 @@ class Watchdog:
             f"wait at most run.timeout_s = {self._timeout_s:g} s for each other. {intact}: run the same command "
             "to go on" + (f"\n{details}" if details else "")
         )
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error)) is not None
 
 
 def _first_sentence(error: BaseException) -> str:

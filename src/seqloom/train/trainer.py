@@ -123,7 +123,10 @@ class Trainer(AbstractContextManager):
             if (save_every and step % save_every == 0) or step == self.setup.steps:
                 self.save_checkpoint(step)
         self._enter_phase("the end of the run", limited=False)
-        self.save_model()
+        # also when no step was left to do, since a crash may have come before this
+        state = gather_state_dict(self.adapter.module, self.parameters, root=self.transport.rank == 0)
+        if self.transport.rank == 0:
+            self._model_family.save(self.config, self.adapter.module, state)
         return {} if metrics is None else metrics.summary()
 
     def _planned_batches(self) -> Iterator[tuple[int, Batch]]:
@@ -244,13 +247,6 @@ class Trainer(AbstractContextManager):
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
         return manifest.step
-
-    def save_model(self) -> None:
-        """Write the trained model; also when no step was left to do, since a crash may have come before this."""
-        root = self.transport.rank == 0
-        state = gather_state_dict(self.adapter.module, self.parameters, root=root)
-        if root:
-            self._model_family.save(self.config, self.adapter.module, state)
 
     def _start_planner(self) -> PlanAhead | None:
         if self.transport.rank:
