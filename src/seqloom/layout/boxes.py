@@ -53,17 +53,14 @@ class Boxes:
         return tuple(column for name in column_names(self) if (column := getattr(self, name)) is not None)
 
     def __len__(self) -> int:
-        """Return the number of boxes."""
         return len(self.start)
 
     def __eq__(self, other: object) -> bool:
-        """Compare box by box."""
         if type(other) is not type(self) or not isinstance(other, Boxes):
             return NotImplemented
         return self.axes == other.axes and all(map(np.array_equal, self.columns(), other.columns()))
 
     def __hash__(self) -> int:
-        """Hash the boxes."""
         return hash((self.axes, *(column.tobytes() for column in self.columns())))
 
 
