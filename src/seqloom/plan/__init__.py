@@ -3,7 +3,7 @@
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.group import Group, Method, sort_groups
 from seqloom.plan.limits import GroupFamily, Limits, Reduce, Sharding
-from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layout, step_layout
+from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layout
 from seqloom.plan.pipeline import LayerRange, Pipeline, Stage
 from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
@@ -31,5 +31,4 @@ __all__ = [
     "compute_layout",
     "optimiser_layout",
     "sort_groups",
-    "step_layout",
 ]

@@ -31,9 +31,9 @@ def stage_batches(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, Sta
 
 def stage_groups(plan: Plan) -> Iterator[tuple[tuple[int, int, int, int], Stage, Group]]:
     """Yield ((pipeline, round, stage, group), its Stage, its Group) of the whole plan."""
-    for where, stage, share in stage_batches(plan):
+    for (p, r, s), stage, share in stage_batches(plan):
         for g, group in enumerate(share.groups):
-            yield (*where, g), stage, group
+            yield (p, r, s, g), stage, group
 
 
 def place(where: tuple[int, ...]) -> str:
