@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.errors import violation
-from seqloom.plan.group import Group
 from seqloom.plan.limits import Reduce, Sharding
 from seqloom.plan.pipeline import Stage
-from seqloom.plan.round import Checkpoint, StageMicroBatch
+from seqloom.plan.round import Checkpoint, Group, StageMicroBatch
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
