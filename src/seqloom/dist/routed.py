@@ -166,7 +166,9 @@ def _by_peer(
     """Return the chosen boxes of a step by peer, in the order of the move, which both ends share."""
     boxes = zip(*(column[chosen].tolist() for column in (peer, move.item, move.start, move.stop)), strict=True)
     by_peer = groupby(boxes, key=itemgetter(0))
-    return tuple(PeerSlices(rank, _join_touching(each for _, *box in own for each in slices(*box))) for rank, own in by_peer)
+    return tuple(
+        PeerSlices(rank, _join_touching(each for _, *box in own for each in slices(*box))) for rank, own in by_peer
+    )
 
 
 def _join_touching(slices: Iterator[BufferSlice]) -> tuple[BufferSlice, ...]:

@@ -409,7 +409,9 @@ def _bind_redistribute(
     taken, sends = _rows_by_peer(move, linear, rank, shard_group, sends=True)
     placed, receives = _rows_by_peer(move, attention, rank, shard_group, sends=False)
     is_sorted = (np.array_equal(rows, np.arange(len(rows))) for rows in (taken, placed))
-    take, place = (None if done else on_device(rows, device) for done, rows in zip(is_sorted, (taken, placed)))
+    take, place = (
+        None if done else on_device(rows, device) for done, rows in zip(is_sorted, (taken, placed), strict=True)
+    )
     ends = transport, shard_group, has_communicator(shard_group, family)
     return TokenRedistribute(
         RowExchange(*ends, sends, receives, take, None if place is None else inverse_permutation(place)),

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.transports import CountingTransport
-from seqloom.dist.routed import RoutedTransfer, Buffer, start_routed
+from seqloom.dist.routed import Buffer, RoutedTransfer, start_routed
 from seqloom.dist.threads import run_ranks
 from seqloom.layout import Move, Route
+from support.transports import CountingTransport
 
 NODE, RANKS, UNIT = 4, 8, 12
 CPU = torch.device("cpu")
