@@ -98,6 +98,23 @@ class Context:
             None: nothing is kept. Set on a copy of the context, for one layer.
     """
 
+    __slots__ = (
+        "_cache",
+        "attention_redistribute",
+        "documents",
+        "groups",
+        "kv_cache",
+        "mlp_redistribute",
+        "node_size",
+        "pieces",
+        "positions",
+        "saved_attention",
+        "spans",
+        "tp_group",
+        "transport",
+        "work",
+    )
+
     def __init__(
         self,
         work: StageMicroBatch,
