@@ -110,8 +110,7 @@ class Cluster:
         if match is None:
             spelled = "spell it as nodes x GPUs x device, 8x8xH100, or give a .json or .toml file"
             return CLUSTERS.lookup(text, alternative=spelled)
-        nodes, gpus, device = int(match[1] or 1), int(match[2]), match[3]
-        return cls.of(nodes, gpus, device)
+        return cls.of(int(match[1] or 1), int(match[2]), match[3])
 
     @classmethod
     def of(cls, nodes: int, gpus_per_node: int, device: str) -> Cluster:
