@@ -226,33 +226,28 @@ class ModelWithLoss(nn.Module):
         return summed_loss(states, cast("torch.Tensor", adapter.head.weight), labels, **self._options)
 
 
+@dataclass(slots=True, eq=False)
 class DeferredParameters:
     """Values of a model's parameters that are on "meta", read one by one.
 
     Attributes:
+        read: canonical name -> the whole parameter, on any device and in any dtype; called at most once for each.
         device: where parameters shall be.
     """
 
-    def __init__(self, read: Callable[[str], torch.Tensor], device: torch.device) -> None:
-        """Read nothing yet.
-
-        Args:
-            read: canonical name -> the whole parameter, on any device and in any dtype; called at most once for each.
-            device: where parameters shall be.
-        """
-        self.device = device
-        self._read: Callable[[str], torch.Tensor] | None = read
+    read: Callable[[str], torch.Tensor] | None
+    device: torch.device
 
     def materialize(self, name: str, parameter: nn.Parameter) -> None:
         """Give a parameter on "meta" its values, in its dtype. It stays the same object: tied ones stay tied."""
-        assert self._read is not None, "deferred parameters were closed"
+        assert self.read is not None, "deferred parameters were closed"
         values = torch.empty_like(parameter, device=self.device, requires_grad=False)
-        values.copy_(self._read(name))
+        values.copy_(self.read(name))
         swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
 
     def close(self) -> None:
         """Close files, and drop values that nobody has read."""
-        self._read = None
+        self.read = None
 
 
 @contextmanager

@@ -62,7 +62,6 @@ class Llama3Scaling:
     context: int = 8192
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if self.factor < 1 or not 0 < self.low < self.high or self.context < 1:
             raise SeqloomError(
                 f"{self}: needs factor >= 1, 0 < low < high and context >= 1; Llama 3.1 has Llama3Scaling()"
@@ -190,7 +189,6 @@ class RMSNorm(nn.Module):
     """Divide by the root of the mean square over the last axis, in float32 or wider, then scale by `weight`."""
 
     def __init__(self, width: int, eps: float, **factory: Any) -> None:
-        """Make a weight for `width` elements; `factory` is the dtype and the device."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width, **factory))
@@ -206,7 +204,6 @@ class Attention(nn.Module):
     """Project to queries, keys and values, rotate them, attend, project back."""
 
     def __init__(self, spec: ModelSpec, options: TransformerOptions, layer: int, **factory: Any) -> None:
-        """Make the attention of one layer, with that layer's window."""
         super().__init__()
         self.layer_idx = layer
         self.heads, self.dim, self.window = spec.heads, spec.head_dim, spec.windows[layer]
@@ -235,7 +232,6 @@ class FeedForward(nn.Module):
     """SwiGLU: one projection gates another, a third brings the product back."""
 
     def __init__(self, spec: ModelSpec, **factory: Any) -> None:
-        """Make the three matrices."""
         super().__init__()
         self.width = spec.ffn
         self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **factory)
@@ -253,7 +249,6 @@ class Layer(nn.Module):
     """Attention and feed-forward, each added to its input, each on normalised input."""
 
     def __init__(self, spec: ModelSpec, options: TransformerOptions, layer: int, **factory: Any) -> None:
-        """Make layer number `layer` of the model."""
         super().__init__()
         self.self_attn = Attention(spec, options, layer, **factory)
         self.mlp = FeedForward(spec, **factory)
@@ -270,7 +265,6 @@ class Decoder(nn.Module):
     """All but the output projection: tokens to hidden states."""
 
     def __init__(self, spec: ModelSpec, options: TransformerOptions, **factory: Any) -> None:
-        """Make embedding, layers and final norm."""
         super().__init__()
         self.rope, self.dim = options.rope, spec.head_dim
         self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden, **factory)

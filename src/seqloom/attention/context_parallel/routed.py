@@ -54,14 +54,10 @@ class RoutedExchanges:
         node_size: int,
     ) -> RoutedExchanges:
         """Derive the part of the transport's rank in the moves of a group's forward and backward."""
-        known: dict[Move, RoutedTransfer] = {}  # in most rings nearly all exchanges are equal
-
-        def part(move: Move) -> RoutedTransfer:
-            if move not in known and group.route is not None:
-                known[move] = RoutedTransfer.of(move, group.route, node_size, transport.rank)
-            return known[move]
-
-        forward, backward = (tuple(part(move) for move in pass_moves) for pass_moves in moves)
+        assert group.route is not None  # the caller has asked
+        distinct = dict.fromkeys((*moves[0], *moves[1]))  # in most rings nearly all exchanges are equal
+        parts = {move: RoutedTransfer.of(move, group.route, node_size, transport.rank) for move in distinct}
+        forward, backward = (tuple(parts[move] for move in pass_moves) for pass_moves in moves)
         return cls(transport, forward, backward, unit, device)
 
     def start(

@@ -414,7 +414,6 @@ class KernelTimes:
     full: tuple[TimePoint, ...]
 
     def __post_init__(self) -> None:
-        """Check that the curves can be interpolated."""
         for name, points in (("causal", self.causal), ("full", self.full)):
             lengths = [point.length for point in points]
             if not points or lengths != sorted(set(lengths)) or lengths[0] < 1:
