@@ -182,8 +182,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     """Run the forward of a planned call, outside of autograd.
 
-    Returns:
-        out [tokens, heads, dim], lse [heads, tokens] if asked for, and what the backward of every group needs.
+    Returns out [tokens, heads, dim], lse [heads, tokens] if asked for, and what the backward of every group needs.
     """
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     redistribute, saved_attention = context.attention_redistribute, cast("SavedAttention", context.saved_attention)

@@ -297,7 +297,7 @@ def prepare(kernel: Kernel, segments: Segments, heads: LocalHeads) -> PreparedAt
 
 
 def prepare_tiles(kernel: Kernel, tiles: Iterable[Tile], heads: LocalHeads) -> tuple[PreparedTile, ...]:
-    """Have a kernel prepare tiles."""
+    """Have a kernel prepare tiles; see `prepare`."""
     return tuple(PreparedTile(prepare(kernel, tile.segments, heads), tile.queries, tile.keys) for tile in tiles)
 
 
@@ -331,13 +331,9 @@ class RepeatedKV:
 
 
 def forward_tiles(tiles: Sequence[PreparedTile], total: OutputAccumulator, q: torch.Tensor, kv: torch.Tensor) -> None:
-    """Run the forward of tiles and merge their results into `total`.
+    """Run the forward of tiles over the rows of `q` and `kv`, and merge their results into `total`.
 
-    Args:
-        tiles: over the rows of `q` and `kv`.
-        total: output of the rows of `q`.
-        q: [rows, heads, dim].
-        kv: [key rows, 2 * kv heads, dim], keys before values.
+    `kv` is [key rows, 2 * kv heads, dim], keys before values.
     """
     k, v = kv.tensor_split(2, dim=1)
     for tile in tiles:
@@ -354,12 +350,7 @@ def backward_tiles(
 ) -> list[KeyGradient]:
     """Run the backward of tiles: add to `dq` and return the gradients of their keys.
 
-    Args:
-        tiles: over the rows of the queries and of `kv`.
-        dout: [rows, heads, dim].
-        saved: of the queries; its own keys and values are not used.
-        kv: [key rows, 2 * kv heads, dim], keys before values.
-        dq: gradient of the queries so far.
+    Keys and values are those of `kv` [key rows, 2 * kv heads, dim], not those of `saved`.
     """
     gradients = []
     for tile in tiles:

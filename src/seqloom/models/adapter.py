@@ -139,11 +139,7 @@ class ModelAdapter:
             )
 
     def materialize(self, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
-        """Give parameters their values where they are on "meta" and `deferred` has them.
-
-        Args:
-            named: canonical name and parameter; None: all of the module.
-        """
+        """Give parameters on "meta" the values that `deferred` has, by canonical name; None: all of the module."""
         if self.deferred is not None:
             for name, parameter in self.module.named_parameters() if named is None else named:
                 if parameter.is_meta:
@@ -152,9 +148,7 @@ class ModelAdapter:
     def prepare(self, context: Context, dtype: torch.dtype) -> None:
         """Do the index work of a round's attention now, so that no layer does; see `bind_plan`.
 
-        Args:
-            context: of the round; it keeps the result.
-            dtype: that layers compute in.
+        The context keeps the result; layers compute in `dtype`.
         """
         degree, inner = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
         for heads, kv_heads, dim, window, scale in self.attention_specs:
@@ -163,10 +157,7 @@ class ModelAdapter:
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a range of layers; with the last layer also the final norm.
 
-        Args:
-            part: layers of this model.
-            given: int64[tokens] for a part with the first layer, else hidden states [tokens, hidden].
-            context: of the round.
+        `given` is int64[tokens] for a part with the first layer, else hidden states [tokens, hidden].
         """
         whole, input_gradient = part.has_embedding and part.has_head, self._needs_input_gradient(context)
         if whole and not input_gradient:

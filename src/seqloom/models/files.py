@@ -34,8 +34,6 @@ def write_model(
     """Write a model as config.json and model.safetensors.
 
     Args:
-        folder: that exists.
-        model: whose config is written.
         state: its parameters by name, whole and on the CPU; a tied head may be left out.
         context: longest document of the training, for the config; None: left out.
     """

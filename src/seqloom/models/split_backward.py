@@ -76,10 +76,8 @@ class WeightGradients:
 def defer_weight_gradients(layers: Iterable[nn.Module]) -> WeightGradients:
     """Make the linear layers inside `layers` able to defer their weight gradients. Classes and parameters stay.
 
-    A layer that torch.compile runs computes both halves in I, and W finds nothing to do: its backward is one graph.
-
-    Args:
-        layers: any modules; every plain nn.Linear in them gets another `forward`, on the instance; subclasses do not.
+    Every plain nn.Linear in them gets another `forward`, on the instance; subclasses do not. A layer that torch.compile
+    runs computes both halves in I, and W finds nothing to do: its backward is one graph.
     """
     weight_gradients = WeightGradients()
     for layer in layers:

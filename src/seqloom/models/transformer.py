@@ -98,12 +98,8 @@ class Rope:
         """Return (cos, sin) of every token's angles, each [tokens, 1, dim / 2].
 
         Angles are float64: at position 1,000,000 a float32 angle is wrong by up to 0.03 radians. The table is
-        float32, or `dtype` where that is wider.
-
-        Args:
-            positions: int64[tokens], from 0 at the start of each document.
-            dim: width of a head.
-            dtype: of the tensors that will be rotated.
+        float32, or the `dtype` of the tensors that will be rotated where that is wider. Positions count from 0 in
+        every document.
         """
         angles = positions.double()[:, None, None] * self.frequencies(dim, positions.device)
         wide = torch.promote_types(dtype, torch.float32)

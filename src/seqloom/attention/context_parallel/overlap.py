@@ -182,12 +182,7 @@ def schedule_overlap(
 ) -> tuple[GroupAttention, ...]:
     """Return the groups of a rank, the local ones cut into runs that overlap the exchanges of the others.
 
-    Args:
-        groups: in the order of the work.
-        heads: of a local group: all.
-        kernel: computes documents.
-        mask: causal and window.
-        node_size: ranks per node; None: not known.
+    `heads` are those of a local group: all. `mask` has causal and window.
     """
     documents = _local_documents(groups)
     waiting = {n: group.exchange_bytes for n, group in enumerate(groups) if group.exchange_bytes is not None}

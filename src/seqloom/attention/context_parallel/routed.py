@@ -31,7 +31,6 @@ class RoutedExchanges:
     """One rank's part in the routed exchanges of a group.
 
     Attributes:
-        transport: of this rank.
         forward, backward: its part in every exchange of a forward and of a backward, in order.
         unit: bytes of an element.
         device: of buffers for messages that are passed on.
@@ -116,11 +115,9 @@ def returned_item(sender: int, receiver: int) -> int:
 def ring_moves(group: Group, rows: int, widths: Sequence[int], wide: int) -> tuple[list[Move], list[Move]]:
     """Return the exchanges of a ring, see `ring.py`: those of forward, and those of backward.
 
-    Every message has as many rows as the longest, so that hardly any two exchanges differ.
+    Every message has as many `rows` as the longest, so that hardly any two exchanges differ.
 
     Args:
-        group: ulysses x ring.
-        rows: of every message.
         widths: elements of a row, for every Ulysses index.
         wide: elements of a gradient for one of a key and value.
     """
