@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from seqloom.dist.token_layout import Context
 
 INITIAL_STD = 0.02
-_FAMILIES: Mapping[str, Mapping[str, bool]] = {
+FAMILIES: Mapping[str, Mapping[str, bool]] = {
     "llama": {},
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
 }
+"""Model type of Hugging Face -> the switches of `TransformerOptions` that it turns on."""
 _EXPECTED: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -137,13 +138,13 @@ class TransformerOptions:
             SeqloomError: a model type or a setting that the reference transformer does not have.
         """
         model_type = str(config.get("model_type"))
-        if model_type not in _FAMILIES:
-            raise unknown_name("model_type of the reference transformer", model_type, _FAMILIES)
+        if model_type not in FAMILIES:
+            raise unknown_name("model_type of the reference transformer", model_type, FAMILIES)
         for key, expected in _EXPECTED.items():
             value = config.get(key)
             if value is not None and value != expected:
                 raise SeqloomError(f"{key} = {value!r}: the reference transformer has {expected!r} only; leave it out")
-        return cls(rope=_read_rope(config), eps=float(config.get("rms_norm_eps", 1e-6)), **_FAMILIES[model_type])
+        return cls(rope=_read_rope(config), eps=float(config.get("rms_norm_eps", 1e-6)), **FAMILIES[model_type])
 
 
 def _read_rope(config: Mapping[str, Any]) -> Rope:
