@@ -81,9 +81,6 @@ class RoutedTransfer:
 
         Args:
             move: one axis; an item is a message, of one sender.
-            route: how it crosses nodes.
-            node_size: ranks per node.
-            rank: the one asked for.
         """
         elements, steps = _Elements(move, rank), []
         for step in route_move(move, route, node_size):
@@ -191,12 +188,9 @@ def start_routed(
     """Start one rank's part of a routed move. Until `wait` of the handle it must not use the transport otherwise.
 
     Args:
-        transfer: what the rank does.
-        transport: this rank's.
         sent: its messages by item, contiguous; element k of a message is its bytes `k * unit .. (k + 1) * unit - 1`.
         wanted: tensors for the elements that it wants of every item, one after the other.
         unit: bytes of an element of the move.
-        device: of the forward buffer.
     """
     forward = torch.empty((transfer.forwarded, unit), dtype=torch.uint8, device=device)
     return _Running(transfer.steps, transport, _as_bytes(sent, unit), _as_bytes(wanted, unit), forward)

@@ -160,8 +160,6 @@ def tp_ranks_of(work: StageMicroBatch, rank: int, tensor: int) -> tuple[tuple[in
 
     Args:
         work: its groups consist of whole TP groups.
-        rank: the one asked for.
-        tensor: ranks of a TP group.
     """
     found = set()
     for group in work.groups:
@@ -183,8 +181,6 @@ def slice_of(work: StageMicroBatch, index: int, tensor: int) -> StageMicroBatch:
 
     Args:
         work: its groups consist of whole TP groups.
-        index: of the slice.
-        tensor: ranks of a TP group.
     """
     groups = tuple(
         replace(group, ranks=group.ranks[index::tensor], ulysses=group.ulysses // tensor) for group in work.groups
@@ -200,7 +196,6 @@ def bind_tp_group(
     Args:
         ranks, index: the TP group and this rank's index in it.
         blocks: who holds what, of every group that the TP group is in.
-        cp_context: of this slice.
         family: blocks with a communicator; None: none has one.
     """
     held = [sorted(span for layout in blocks for span in layout.spans(rank)) for rank in ranks]

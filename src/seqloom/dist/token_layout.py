@@ -29,7 +29,8 @@ from seqloom.dist.rows import (
     span_columns,
 )
 from seqloom.dist.tensor_parallel import TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
-from seqloom.dist.transport import SingleRankTransport, Transport, all_to_all
+from seqloom.dist.threads import SingleRankTransport
+from seqloom.dist.transport import Transport, all_to_all
 from seqloom.errors import PlanError, SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import Move, move_between
@@ -132,7 +133,6 @@ class Context:
         Args:
             work, transport, node_size, pieces, kv_cache, tp_group: see the class.
             blocks: who holds what in the block of this rank, of every group that it is in.
-            device: of the local tensors.
             redistribute: from the linear to the attention layout; None where these are the same.
         """
         self.work, self.transport, self.node_size = work, transport, node_size
@@ -197,8 +197,6 @@ def bind(
 
     Args:
         work: the same on all ranks.
-        transport: this rank's.
-        device: of the local tensors.
         node_size: ranks per node. Required by a group with a route; others only run faster with it.
         shard_groups: ranks that run the same rounds, among which tokens may move if the work has a linear layout;
             None: all ranks do.

@@ -73,7 +73,6 @@ def run_step(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int
     """Run a plan. All ranks call it; then the gradients of the whole step are in `parameters`.
 
     Args:
-        rank_plan: the plan as this rank sees it.
         parameters: of the model; gradients of an earlier step are dropped.
         rows: reads this rank's tokens and labels of a round.
         valid: labels that count, in the whole step; known from the data before the first round.

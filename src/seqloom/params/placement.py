@@ -143,7 +143,6 @@ def replace_parameters(module: nn.Module, new: Mapping[int, nn.Parameter]) -> No
     """Replace parameters wherever they are in a module: tied ones stay tied.
 
     Args:
-        module: whose parameters they are.
         new: {id of the old parameter: new parameter}.
     """
     for owner in module.modules():
