@@ -36,7 +36,7 @@ from seqloom.plan import GroupFamily, StageMicroBatch
 if TYPE_CHECKING:
     from seqloom.dist.token_layout import Context
 
-RowCollective = Callable[[torch.Tensor], torch.Tensor]
+RowMove = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ def all_gather_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.T
         [tokens of the TP group, ...], rows as in `attention_context(context).spans`.
     """
     tp_group = _tp_group(context)
-    return x if tp_group is None else _Collective.apply(x, tp_group.all_gather, tp_group.reduce_scatter)
+    return x if tp_group is None else RowFunction.apply(tp_group.all_gather, tp_group.reduce_scatter, x)
 
 
 def reduce_scatter_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def reduce_scatter_rows(x: torch.Tensor, context: Context | torch.Tensor) -> tor
         [tokens, ...], rows as in `context.spans`.
     """
     tp_group = _tp_group(context)
-    return x if tp_group is None else _Collective.apply(x, tp_group.reduce_scatter, tp_group.all_gather)
+    return x if tp_group is None else RowFunction.apply(tp_group.reduce_scatter, tp_group.all_gather, x)
 
 
 @overload
@@ -141,18 +141,19 @@ def _tp_group(context: Context | torch.Tensor) -> TPGroup | None:
     return None if isinstance(context, torch.Tensor) else context.tp_group
 
 
-class _Collective(torch.autograd.Function):
-    """An all-gather whose backward is a reduce-scatter, or the other way round."""
+class RowFunction(torch.autograd.Function):
+    """Moves the rows of tensors by one function, and gradients by another one, its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, run: RowCollective, reverse: RowCollective) -> torch.Tensor:
-        ctx.reverse = reverse
-        return run(x)
+    def forward(ctx: Any, run: RowMove, transpose: RowMove, *tensors: torch.Tensor) -> Any:  # noqa: D102
+        ctx.transpose = transpose
+        return run(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        return ctx.reverse(gradient), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]  # noqa: D102
+        moved = ctx.transpose(*gradients)
+        return None, None, *(moved if isinstance(moved, tuple) else (moved,))
 
 
 def tp_ranks_of(work: StageMicroBatch, rank: int, tensor: int) -> tuple[tuple[int, ...], int]:

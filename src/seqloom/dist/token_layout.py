@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from seqloom.dist.rows import (
     expand_runs,
@@ -28,7 +27,7 @@ from seqloom.dist.rows import (
     sort_order,
     span_columns,
 )
-from seqloom.dist.tensor_parallel import TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
+from seqloom.dist.tensor_parallel import RowFunction, TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
 from seqloom.dist.threads import SingleRankTransport
 from seqloom.dist.transport import Transport, all_to_all
 from seqloom.errors import PlanError, SeqloomError
@@ -314,7 +313,7 @@ class TokenRedistribute:
 
 def redistribute_tokens(redistribute: TokenRedistribute, *tensors: torch.Tensor) -> Tensors:
     """Move tensors [rows, width, ...] of one dtype together, with autograd. All ranks of the shard group call it."""
-    return _Redistribute.apply(redistribute, *tensors)
+    return RowFunction.apply(redistribute.to_target, redistribute.to_source, *tensors)
 
 
 def run_in_mlp_layout(
@@ -335,18 +334,6 @@ def run_in_mlp_layout(
         return mlp(x)
     (inside,) = redistribute_tokens(redistribute, x)
     return redistribute_tokens(redistribute.reversed(), mlp(inside))[0]
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, redistribute: TokenRedistribute, *tensors: torch.Tensor) -> Tensors:
-        ctx.redistribute = redistribute
-        return redistribute.to_target(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        return None, *ctx.redistribute.to_source(*gradients)
 
 
 def _bind_redistribute(
