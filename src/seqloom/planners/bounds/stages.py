@@ -138,12 +138,10 @@ def _shape_prices(cost: CostModel, lengths: tuple[int, ...]) -> ShapePrices:
     engine, policy = cost.engine, _fastest_policy(cost)
     tokens = cost.padded_lengths(np.array(lengths)).astype(np.float64)
     rates = shape_rates(cost, policy)
-    attention = {ring: engine.attention_ns(tokens, ring, policy) for ring in {rate.shape.ring for rate in rates}}
+    attention = engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
     degree, layers, head = [], [], []
-    for shape, token_ns, _ in rates:
+    for (shape, token_ns, _), computing in zip(rates, attention, strict=True):
         head_ns = engine.token_ns(shape, policy, GroupTraffic()).get("head", 0.0)
-        calls = engine.kernel_call_ns(tokens, shape.kernel_calls, policy)
-        computing = attention[shape.ring] * engine.attention_share(shape) + calls
         degree.append(shape.degree)
         head.append(np.maximum(head_ns * tokens - 1.0, 0.0))
         layers.append(np.maximum((token_ns[0] - head_ns) * tokens + computing - ROUNDED, 0.0))
