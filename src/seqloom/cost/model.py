@@ -30,15 +30,14 @@ from seqloom.cost.shapes import (
     useful_shapes,
 )
 from seqloom.errors import SeqloomError, unknown_name
-from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
+from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Reduce, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from seqloom.cost.plan_cost import RoundTimes
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Route, Span
-    from seqloom.plan import Plan, Stage, StageMicroBatch
+    from seqloom.plan import LayerRange, Plan, Stage
 
 DEFAULT_CONTEXT = 384 * 1024
 """Tokens of a learned position table when no longest sequence is given: the largest published context."""
@@ -187,7 +186,7 @@ class CostModel:
         self, lengths: Sequence[int] | np.ndarray, policy: MemoryPolicy, shapes: Sequence[GroupShape] | None = None
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks."""
-        policy, shapes = self._priced(policy), self.shapes if shapes is None else tuple(shapes)
+        policy, shapes = self.priced_policy(policy), self.shapes if shapes is None else tuple(shapes)
         tokens = self.padded_lengths(np.asarray(lengths))
         places = [(shape, self.aligned_traffic(shape)) for shape in shapes]
         cost = np.zeros((len(STREAMS), len(places), len(tokens)), dtype=np.int64)
@@ -228,7 +227,7 @@ class CostModel:
 
     def group_costs(self, groups: Sequence[Group], policy: MemoryPolicy) -> np.ndarray:
         """int64[groups, len(COST_COLUMNS)] ns: `group_cost` of many groups, priced together."""
-        policy = self._priced(policy)
+        policy = self.priced_policy(policy)
         same_place: dict[PricedShape, list[int]] = {}
         for i, group in enumerate(groups):
             same_place.setdefault(self.shape_and_traffic(group), []).append(i)
@@ -306,23 +305,6 @@ class CostModel:
 
     # -- rounds, steps and plans ------------------------------------------------
 
-    def round_times(
-        self,
-        work: StageMicroBatch,
-        policy: MemoryPolicy,
-        layers: LayerRange | None = None,
-        priced: np.ndarray | None = None,
-    ) -> RoundTimes:
-        """Time of a round: of every rank in all its groups, of every NIC and NVLink port.
-
-        Args:
-            work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
-            policy: with the checkpoint of the work.
-            layers: the stage's layers; None: the whole model.
-            priced: int64[groups, len(COST_COLUMNS)], costs of its groups if they are known.
-        """
-        return plan_cost.round_times(self, work, self._priced(policy), layers, priced)
-
     def step_overhead_ns(self, policy: MemoryPolicy) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""
         self._check(policy)
@@ -346,7 +328,7 @@ class CostModel:
         """Step time of a plan of one-stage pipelines, in closed form."""
         return plan_cost.plan_ns(self, plan)
 
-    def _priced(self, policy: MemoryPolicy) -> MemoryPolicy:
+    def priced_policy(self, policy: MemoryPolicy) -> MemoryPolicy:
         """The policy by whose constants this one takes as long: running a stage again is running its layers again."""
         if policy.checkpoint == Checkpoint.STAGE:
             policy = policy._replace(checkpoint=Checkpoint.FULL)

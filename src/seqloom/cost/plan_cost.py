@@ -90,7 +90,16 @@ def round_times(
     layers: LayerRange | None = None,
     priced: np.ndarray | None = None,
 ) -> RoundTimes:
-    """Price a round; see `CostModel.round_times`."""
+    """Price a round: every rank in all its groups, every NIC and NVLink port.
+
+    Args:
+        cost: prices.
+        work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
+        policy: with the checkpoint of the work.
+        layers: the stage's layers; None: the whole model.
+        priced: int64[groups, len(COST_COLUMNS)], costs of its groups if they are known.
+    """
+    policy = cost.priced_policy(policy)
     table = cost.group_costs(work.groups, policy) if priced is None else priced
     degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
     group = np.repeat(np.arange(len(degrees)), degrees)
@@ -329,7 +338,7 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
             work = current.by_stage[0]
             policy = MemoryPolicy(work.checkpoint, plan.reduce, bool(meeting))
             component, joined = round_components(work, shard_group_of, meeting)
-            times = own.round_times(work, policy).component_ns(component)
+            times = round_times(own, work, policy).component_ns(component)
             shortest.append(int(times.min()))
             slowest = np.zeros_like(ready)
             slowest[list(chain.from_iterable(joined))] = np.repeat(times, list(map(len, joined)))

@@ -31,7 +31,6 @@ from seqloom.cost.shapes import STREAMS
 from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.one_stage import PRECISION, lower_bound
 from seqloom.planners.bounds.prices import ROUNDED, shape_rates
-from seqloom.simulate.microbatch import stage_layer_ranges
 
 
 def plan_bound(plan: Plan, cost: CostModel) -> int | None:
@@ -72,10 +71,10 @@ class ShapePrices(NamedTuple):
 def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
     """ns that no plan for the documents of `plan` on the stages of `pipeline` beats, for groups on aligned blocks."""
     prices = _aligned_prices(np.array(plan.documents, dtype=np.int64), cost)
-    layers = stage_layer_ranges(pipeline)
+    layers = pipeline.layer_ranges
     best, end = 0.0, 0
     for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
-        own = [part for stage in pipeline.stages_of(pp_rank) if (part := layers[stage]) is not None]
+        own = [layers[stage] for stage in pipeline.stages_of(pp_rank)]
         share = sum(part.stop - part.first for part in own) / cost.model.layers
         work, chain = prices.least(share, any(part.has_head for part in own), len(ranks))
         best = max(best, float(work.sum() / len(ranks)), float(chain.max()))
