@@ -36,12 +36,8 @@ SCHEMAS = (
 )
 
 
-class Gradients(NamedTuple):
-    """Gradients of queries, keys and values."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries, keys and values."""
 
 
 def cpu_flash_forward(
@@ -74,7 +70,7 @@ def cpu_flash_backward(
 ) -> Gradients:
     """Run the backward of `cpu_flash_forward`. In half precision it adds up dk and dv in half precision."""
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return Gradients(*operator(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale))
+    return operator(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 class VarlenArguments(NamedTuple):
@@ -112,7 +108,6 @@ def flash_forward(
     Args:
         q, out: [queries, heads, dim]; lse: [heads, queries], float32.
         k, v: [keys, kv_heads, dim].
-        arguments: of the sequences.
     """
     *lengths, scale, causal, left, right = arguments
     windows = {"window_size_left": left, "window_size_right": right}
@@ -126,7 +121,7 @@ def flash_backward(dout: torch.Tensor, saved: tuple[torch.Tensor, ...], argument
     windows = {"window_size_left": left, "window_size_right": right}
     operator, device = torch.ops.aten._flash_attention_backward, dout.device
     rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
-    return Gradients(*operator(dout, *saved, *lengths, 0.0, causal, rng_state, unused, scale=scale, **windows))
+    return operator(dout, *saved, *lengths, 0.0, causal, rng_state, unused, scale=scale, **windows)
 
 
 def check_operators(expected: Iterable[str] = SCHEMAS) -> None:

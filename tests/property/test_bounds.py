@@ -9,8 +9,8 @@ from seqloom.cost import GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Group, Method, Remap
 from seqloom.planners.bounds import lower_bound, policies_bound
-from seqloom.planners.bounds.one_stage import ROUNDINGS
 from seqloom.planners.bounds.prices import price_documents, remap_transfer_ns
+from seqloom.planners.bounds.step import ROUNDINGS
 from seqloom.planners.problem import fitting_problems
 from support.overlapping import shortest_overlapping_step
 from support.strategies import batches, cost_models, roomy_cost_model

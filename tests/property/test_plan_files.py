@@ -36,33 +36,27 @@ def assert_read_or_refused(read: Callable[[str], Plan], text: str) -> None:
 
 @relaxed
 @given(plans(), st.data())
-def test_edited_json(plan: Plan, data: st.DataObject) -> None:
+def test_edited_files(plan: Plan, data: st.DataObject) -> None:
+    assert_read_or_refused(Plan.from_json, edited_json(plan, data))
+    text = plan.to_text()
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(len(text), start + 12)))
+    fresh = data.draw(st.text(alphabet="0123456789 -,:[)\nFBxrankstge", max_size=4))
+    assert_read_or_refused(Plan.from_text, text[:start] + fresh + text[stop:])
+    lines = text.splitlines()
+    first, second = (data.draw(st.integers(0, len(lines) - 1)) for _ in range(2))
+    lines[first], lines[second] = lines[second], lines[first]
+    assert_read_or_refused(Plan.from_text, "\n".join(lines))
+
+
+def edited_json(plan: Plan, data: st.DataObject) -> str:
     value = json.loads(plan.to_json())
     container, key = data.draw(st.sampled_from(places(value)))
     if data.draw(st.booleans()):
         container[key] = data.draw(ODD)
     else:
         del container[key]
-    assert_read_or_refused(Plan.from_json, json.dumps(value))
-
-
-@relaxed
-@given(plans(), st.data())
-def test_edited_text(plan: Plan, data: st.DataObject) -> None:
-    text = plan.to_text()
-    start = data.draw(st.integers(0, len(text)))
-    stop = data.draw(st.integers(start, min(len(text), start + 12)))
-    fresh = data.draw(st.text(alphabet="0123456789 -,:[)\nFBxrankstge", max_size=4))
-    assert_read_or_refused(Plan.from_text, text[:start] + fresh + text[stop:])
-
-
-@relaxed
-@given(plans(), st.data())
-def test_lines_in_another_order(plan: Plan, data: st.DataObject) -> None:
-    lines = plan.to_text().splitlines()
-    first, second = (data.draw(st.integers(0, len(lines) - 1)) for _ in range(2))
-    lines[first], lines[second] = lines[second], lines[first]
-    assert_read_or_refused(Plan.from_text, "\n".join(lines))
+    return json.dumps(value)
 
 
 @given(st.text(max_size=60))

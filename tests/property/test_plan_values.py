@@ -16,64 +16,24 @@ relaxed = settings(max_examples=80, deadline=None)
 
 
 @relaxed
-@given(plans())
-def test_drawn_plans_are_valid(plan: Plan) -> None:
-    assert plan.validate() is None
-
-
-@pytest.mark.parametrize("shape", ["0101", "0110", "00", "010"])
-def test_stages_that_share_their_ranks_are_drawn(shape: str) -> None:
-    """Interleaved, V-shaped with the last stage on the first host, and others."""
-
-    def placed(plan: Plan) -> bool:
-        return any("".join(str(p.pp_rank_of(s)) for s in range(len(p.stages))) == shape for p in plan.pipelines)
-
-    find(plans(), placed, settings=settings(max_examples=2000, derandomize=True, phases=[Phase.generate]))
-
-
-@relaxed
-@given(plans())
-def test_json_round_trips(plan: Plan) -> None:
-    again = Plan.from_json(plan.to_json())
-    assert again == plan
-    assert again.planner == plan.planner
-    assert again.hash == plan.hash
-    assert again.to_json() == plan.to_json()
-
-
-@relaxed
-@given(plans())
-def test_text_round_trips(plan: Plan) -> None:
-    again = Plan.from_text(plan.to_text())
-    assert again == plan
-    assert again.planner == plan.planner
-    assert again.to_text() == plan.to_text()
-
-
-@relaxed
-@given(plans())
-def test_pickle_round_trips_and_hash_ignores_the_planner(plan: Plan) -> None:
-    again = pickle.loads(pickle.dumps(plan))
-    other = replace(plan, planner="somebody else")
-    assert again == plan == other
-    assert hash(again) == hash(plan) == hash(other)
-    assert again.hash == plan.hash == other.hash
-
-
-@relaxed
 @given(plans(), st.data())
-def test_different_documents_give_a_different_hash(plan: Plan, data: st.DataObject) -> None:
-    document = data.draw(st.integers(0, len(plan.documents) - 1))
+def test_a_drawn_plan_is_valid_and_survives_every_form(plan: Plan, data: st.DataObject) -> None:
+    plan.validate()
+    assert_every_token_once(plan)
+    for write, read in ((Plan.to_json, Plan.from_json), (Plan.to_text, Plan.from_text), (pickle.dumps, pickle.loads)):
+        again = read(write(plan))
+        assert again == plan and again.planner == plan.planner
+        assert again.hash == plan.hash and hash(again) == hash(plan)
+        assert write(again) == write(plan) or write is pickle.dumps
+    renamed = replace(plan, planner="somebody else")
+    assert renamed == plan and renamed.hash == plan.hash and hash(renamed) == hash(plan)
     lengths = list(plan.documents)
-    lengths[document] += 1
+    lengths[data.draw(st.integers(0, len(lengths) - 1))] += 1
     other = replace(plan, documents=tuple(lengths))
-    assert other != plan
-    assert other.hash != plan.hash
+    assert other != plan and other.hash != plan.hash
 
 
-@relaxed
-@given(plans())
-def test_tokens_of_all_rounds_are_the_documents(plan: Plan) -> None:
+def assert_every_token_once(plan: Plan) -> None:
     seen = [set() for _ in plan.documents]
     for pipeline in plan.pipelines:
         for current in pipeline.rounds:
@@ -81,6 +41,19 @@ def test_tokens_of_all_rounds_are_the_documents(plan: Plan) -> None:
                 assert seen[document].isdisjoint(range(start, stop))
                 seen[document].update(range(start, stop))
     assert [len(tokens) for tokens in seen] == list(plan.documents)
+
+
+@pytest.mark.slow
+def test_stages_that_share_their_ranks_are_drawn() -> None:
+    """Interleaved, V-shaped with the last stage on the first pipeline rank, and others."""
+    missing = {"0101", "0110", "00", "010"}
+
+    def nothing_is_missing(plan: Plan) -> bool:
+        for pipeline in plan.pipelines:
+            missing.discard("".join(str(pipeline.pp_rank_of(s)) for s in range(len(pipeline.stages))))
+        return not missing
+
+    find(plans(), nothing_is_missing, settings=settings(max_examples=2000, derandomize=True, phases=[Phase.generate]))
 
 
 @relaxed

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.layout.boxes import Column
+from seqloom.layout.layout import Column
 from seqloom.plan import Group
 from seqloom.plan.rules.groups import chunk_tiles
 

@@ -64,12 +64,12 @@ def test_the_gpu_operator_takes_our_arguments(causal, window):
     q, k = torch.empty(10, 4, 16, dtype=torch.bfloat16, device="meta"), torch.empty(12, 2, 16, device="meta")
     k = k.bfloat16()
     cumulative = torch.tensor([0, 10], dtype=torch.int32, device="meta")
-    lengths = compat.PackedLengths(cumulative, cumulative, 10, 12)
-    options = {"causal": causal, "window": window, "scale": 0.25}
-    out, lse = compat.flash_forward(q, k, k, lengths, **options)
+    mask = compat.flash_mask(causal, window)
+    arguments = compat.VarlenArguments(cumulative, cumulative, 10, 12, 0.25, *mask)
+    out, lse = compat.flash_forward(q, k, k, arguments)
     assert out.shape == q.shape and lse.shape == (4, 10) and lse.dtype == torch.float32
-    grads = compat.flash_backward(out, q, k, k, out, lse, lengths, **options)
-    assert grads.q.shape == q.shape and grads.k.shape == grads.v.shape == k.shape
+    dq, dk, dv = compat.flash_backward(out, (q, k, k, out, lse), arguments)
+    assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
 
 
 def test_a_group_can_have_the_timeout_of_the_job():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -335,14 +335,6 @@ def _local_lse(group: GroupAttention, saved: Saved) -> torch.Tensor:
 # -- selective activation checkpointing -------------------------------------------------------------------------------
 
 
-class _Record(NamedTuple):
-    """Results of one attention call: its outputs, and (out, lse) of every group."""
-
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    groups: list[tuple[torch.Tensor, torch.Tensor]]
-
-
 class SavedAttention:
     """Attention results that selective checkpointing keeps of one layer; its recomputation replays them in order.
 
@@ -351,8 +343,8 @@ class SavedAttention:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
-        self._records: list[_Record] = []
+        # Of every call: out, lse, and (out, lse) of every group.
+        self._records: list[tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]] = []
         self._next: int | None = None
 
     @property
@@ -367,7 +359,7 @@ class SavedAttention:
     def record(self, out: torch.Tensor, lse: torch.Tensor | None, saved: list[Saved]) -> None:
         """Keep the results of a call, outside of any graph: the tensors given may become outputs of a graph."""
         groups = [(tensors.out.detach(), tensors.lse.detach()) for tensors in saved]
-        self._records.append(_Record(out.detach(), None if lse is None else lse.detach(), groups))
+        self._records.append((out.detach(), None if lse is None else lse.detach(), groups))
 
     def replay(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, redistribute: TokenRedistribute | None
@@ -375,12 +367,12 @@ class SavedAttention:
         """Return the results of the next recorded call, given its recomputed inputs; see `attention_forward`."""
         number = cast("int", self._next)
         self._next = number + 1
-        record = self._records[number]
+        out, lse, parts = self._records[number]
         if redistribute is not None:
             q, k, v = redistribute.forward(q, k, v)
         saved = []
-        for group, (out, lse) in zip(groups, record.groups, strict=True):
+        for group, (group_out, group_lse) in zip(groups, parts, strict=True):
             inputs = tuple(take(x, group.rows) for x in (q, k, v)) if len(groups) > 1 else (q, k, v)
             own_q, own_k, own_v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
-            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, out, lse)))
-        return record.out.detach(), None if record.lse is None else record.lse.detach(), saved
+            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, group_out, group_lse)))
+        return out.detach(), None if lse is None else lse.detach(), saved

@@ -35,7 +35,7 @@ from seqloom.attention.kernels.interface import (
 )
 from seqloom.attention.lse import merge_ops, sum_dtype
 from seqloom.attention.masks import Segments
-from seqloom.attention.tiles import LocalHeads, ZigzagChunks, gather_schedule, prepare, prepare_tiles
+from seqloom.attention.tiles import LocalHeads, ZigzagChunks, prepare
 from seqloom.dist.token_layout import BoundGroup, Context
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Method
@@ -237,13 +237,12 @@ class _Builder(NamedTuple):
         mask = {"causal": self.causal, "window": self.window}
         if group.ring == 1:
             return prepare(self.kernel, Segments.packed([span.tokens for span in bound.spans], **mask), heads)
-        place, ops = (context.transport, bound.ring_ranks, index), merge_ops(context.device, heads.shape.dtype)
         routed = self._routed(group)
         if self._gathers(group):
-            schedule = gather_schedule([ZigzagChunks.of(group, n) for n in range(group.ring)], index, **mask)
-            tiles = prepare_tiles(self.kernel, schedule.tiles, heads)
-            return Gather.of(*place, schedule, tiles, ops, context.device, routed)
-        return Ring(*place, (RingKeys.of_round(group, index, heads, self.kernel, **mask),), ops, routed)
+            return Gather.of(context.transport, bound, heads, self.kernel, routed, **mask)
+        keys = RingKeys.of_round(group, index, heads, self.kernel, **mask)
+        ops = merge_ops(context.device, heads.shape.dtype)
+        return Ring(context.transport, bound.ring_ranks, index, (keys,), ops, routed)
 
     def _routed(self, group: Group) -> RoutedExchanges | None:
         """Return how a routed group's exchanges cross nodes, for any of its ranks and proxies; None: not routed."""

@@ -163,13 +163,7 @@ class GatherSchedule(NamedTuple):
 
 
 def gather_schedule(chunks: Sequence[ZigzagChunks], index: int, *, causal: bool, window: int | None) -> GatherSchedule:
-    """Return what ring index `index` sends, receives and computes when keys are gathered.
-
-    Args:
-        chunks: of every ring index.
-        index: of the ring.
-        causal, window: the mask, see `Segments`.
-    """
+    """Return what ring index `index` sends, receives and computes when keys are gathered; `chunks` are those of all."""
     own = chunks[index]
     sends = []
     for other in chunks:
@@ -351,12 +345,8 @@ def forward_tiles(tiles: Sequence[PreparedTile], total: OutputAccumulator, q: to
         total.add(tile.queries, out, lse)
 
 
-class KeyGradient(NamedTuple):
-    """dk, dv [len(keys), kv heads, dim] of a run of keys."""
-
-    keys: slice
-    dk: torch.Tensor
-    dv: torch.Tensor
+KeyGradient = tuple[slice, torch.Tensor, torch.Tensor]
+"""A run of keys, and its dk, dv [len(keys), kv heads, dim]."""
 
 
 def backward_tiles(
@@ -378,7 +368,7 @@ def backward_tiles(
         part = Saved(saved.q[rows], k, v, saved.out[rows], saved.lse[:, rows])
         tile_dq, dk, dv = tile.prepared.backward(dout[rows], part)
         dq.add(rows, tile_dq)
-        gradients.append(KeyGradient(tile.keys, dk, dv))
+        gradients.append((tile.keys, dk, dv))
     return gradients
 
 

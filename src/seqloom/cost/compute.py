@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from seqloom.plan import Checkpoint
-from seqloom.plan.group import even_ranges
+from seqloom.plan.round import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile, Curve

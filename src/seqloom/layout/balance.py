@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Column, deal_intervals
-from seqloom.layout.layout import Layout
+from seqloom.layout.layout import Column, Layout, deal_intervals
 
 
 def balanced_token_counts(

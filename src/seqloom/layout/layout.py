@@ -1,19 +1,25 @@
-"""Who holds what: boxes (an item and an interval on one or two axes) per rank, stored as columns.
+"""Who holds what: boxes (an item and an interval on one or two axes) per rank, and the arithmetic of boxes.
 
 An item is a document (axes: tokens, then heads) or a parameter (axes: rows, then columns). Several ranks may
 hold the same box; one rank holds nothing twice.
+
+Boxes are stored as columns: some keys, then an interval per axis. Layouts, moves and routes are all computed by cutting
+boxes at each other's edges (`Grid`), joining boxes that touch (`merge_touching`), and dealing intervals laid end to end
+(`deal_intervals`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Boxes, Column, as_column, freeze_columns, merge_touching
+
+Column = np.ndarray
+"""A read-only int64 array with one entry per box."""
 
 
 class Span(NamedTuple):
@@ -27,6 +33,52 @@ class Span(NamedTuple):
     def tokens(self) -> int:
         """How many tokens these are."""
         return self.stop - self.start
+
+
+class Boxes:
+    """Base of frozen dataclasses whose fields are key columns, then start, stop, start2 and stop2.
+
+    The last two are None for boxes with one axis. Equality and hash are those of the content.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:  # the fields that every kind of boxes has
+
+        @property
+        def start(self) -> Column: ...  # noqa: D102
+        @property
+        def stop(self) -> Column: ...  # noqa: D102
+        @property
+        def start2(self) -> Column | None: ...  # noqa: D102
+        @property
+        def stop2(self) -> Column | None: ...  # noqa: D102
+
+    @property
+    def axes(self) -> int:
+        """1 or 2."""
+        return 1 if self.start2 is None else 2
+
+    @property
+    def sizes(self) -> Column:
+        """Elements of every box (tokens, or tokens x heads), int64[n]."""
+        first = self.stop - self.start
+        return first if self.start2 is None or self.stop2 is None else first * (self.stop2 - self.start2)
+
+    def columns(self) -> tuple[Column, ...]:
+        """Return the key columns and the intervals; two columns fewer with one axis."""
+        return tuple(column for name in column_names(self) if (column := getattr(self, name)) is not None)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self) or not isinstance(other, Boxes):
+            return NotImplemented
+        return self.axes == other.axes and all(map(np.array_equal, self.columns(), other.columns()))
+
+    def __hash__(self) -> int:
+        return hash((self.axes, *(column.tobytes() for column in self.columns())))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,3 +222,137 @@ def _overlap_on_two_axes(columns: list[Column], fresh: np.ndarray) -> tuple[int,
             return int(live[both[0]]), int(other[both[0]])
         distance += 1
     return None
+
+
+def column_names(boxes: Any) -> tuple[str, ...]:
+    """Return the fields of a kind of boxes, in order."""
+    return tuple(field.name for field in fields(boxes))
+
+
+def freeze_columns(boxes: Boxes, columns: list[Column]) -> None:
+    """Store the final columns of boxes under construction, read-only."""
+    for name, column in zip(column_names(boxes), columns, strict=False):
+        column.setflags(write=False)
+        object.__setattr__(boxes, name, column)
+
+
+def as_column(values: object) -> Column:
+    """Return a fresh one-dimensional int64 array; refuse anything that is not whole numbers."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise PlanError(f"a column of type {array.dtype} and shape {array.shape}; columns are lists of whole numbers")
+    return array.astype(np.int64)
+
+
+def merge_touching(columns: list[Column], *, keys: int) -> list[Column]:
+    """Sort boxes and join those that touch along the first axis and agree in everything else.
+
+    Args:
+        columns: the key columns, then start and stop of one or two axes.
+        keys: number of key columns: two in a layout (rank, item), three in a move (sender, receiver, item).
+    """
+    start, stop = keys, keys + 1
+    second = list(range(keys + 2, len(columns)))
+    same = [*range(keys), *second]
+    order = np.lexsort([columns[k] for k in (start, *reversed(same))])
+    columns = [column[order] for column in columns]
+    if len(columns[0]):
+        fresh = np.ones(len(columns[0]), dtype=bool)
+        fresh[1:] = columns[start][1:] != columns[stop][:-1]
+        for k in same:
+            fresh[1:] |= columns[k][1:] != columns[k][:-1]
+        last = np.append(np.flatnonzero(fresh)[1:], len(fresh)) - 1
+        columns = [column[last] if k == stop else column[fresh] for k, column in enumerate(columns)]
+    order = np.lexsort([columns[k] for k in (*reversed(second), start, *reversed(range(keys)))])
+    return [column[order] for column in columns]
+
+
+def merge_across(columns: list[Column], *, keys: int) -> list[Column]:
+    """Join boxes that touch along the second axis; a layout or a move then joins whole strips along the first."""
+    swapped = merge_touching([*columns[:keys], *columns[keys + 2 :], *columns[keys : keys + 2]], keys=keys)
+    return [*swapped[:keys], *swapped[keys + 2 :], *swapped[keys : keys + 2]]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Cuts of every item at all edges of some boxes, so that every box is a rectangle of whole cells.
+
+    Cell (i, k) lies between edges i, i + 1 of axis 1 and k, k + 1 of axis 2; its number is i * width + k.
+
+    Attributes:
+        items: sorted items.
+        values: per axis, sorted values of edges of any item.
+        keys: per axis, sorted codes of (item, edge); edges of different items never mix, and codes cannot overflow.
+        edges: per axis, the edge of every code.
+    """
+
+    items: Column
+    values: tuple[Column, ...]
+    keys: tuple[Column, ...]
+    edges: tuple[Column, ...]
+
+    @classmethod
+    def over(cls, *boxes: Sequence[Column]) -> Grid:
+        """Cut by the edges of boxes, each given as columns: item, start, stop[, start2, stop2]."""
+        items = np.unique(np.concatenate([columns[0] for columns in boxes]))
+        keys, edges, values = [], [], []
+        for axis in range(1, len(boxes[0]), 2):
+            cuts = np.concatenate([column for columns in boxes for column in columns[axis : axis + 2]])
+            item = np.concatenate([columns[0] for columns in boxes for _ in range(2)])
+            value = np.unique(cuts)
+            key = np.unique(np.searchsorted(items, item) * len(value) + np.searchsorted(value, cuts))
+            keys.append(key)
+            edges.append(value[key % len(value)])
+            values.append(value)
+        return cls(items, tuple(values), tuple(keys), tuple(edges))
+
+    @property
+    def width(self) -> int:
+        """Cells per step of axis 1 in the numbering of cells."""
+        return len(self.keys[1]) if len(self.keys) == 2 else 1
+
+    def _position(self, axis: int, item: Column, edge: Column) -> Column:
+        code = np.searchsorted(self.items, item) * len(self.values[axis]) + np.searchsorted(self.values[axis], edge)
+        return np.searchsorted(self.keys[axis], code)
+
+    def cells(self, item: Column, start: Column, stop: Column, *second: Column) -> tuple[Column, Column]:
+        """Return the number of every cell of every box, and the box it belongs to."""
+        low, high = self._position(0, item, start), self._position(0, item, stop)
+        box = np.repeat(np.arange(len(item)), high - low)
+        row = low[box] + count_up(high - low)
+        if not second:
+            return row, box
+        low, high = (self._position(1, item, edge) for edge in second)
+        spread = (high - low)[box]
+        row, box = np.repeat(row, spread), np.repeat(box, spread)
+        return row * self.width + low[box] + count_up(spread), box
+
+    def intervals(self, cell: Column) -> list[Column]:
+        """Return start and stop, and with two axes start2 and stop2, of every cell."""
+        indices = np.divmod(cell, self.width) if len(self.keys) == 2 else (cell,)
+        return [edges[index + k] for edges, index in zip(self.edges, indices, strict=True) for k in (0, 1)]
+
+    def item_of(self, cell: int) -> int:
+        """Return the item of a cell."""
+        return int(self.items[self.keys[0][cell // self.width] // len(self.values[0])])
+
+
+def count_up(lengths: Column) -> Column:
+    """Return 0, 1, .., n - 1 for every n in `lengths`, one after the other."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def deal_intervals(
+    item: Column, start: Column, stop: Column, holder: Column, ends: Column
+) -> tuple[Column, Column, Column, Column]:
+    """Lay intervals end to end and give holder k the elements before `ends[k]` that none before it has.
+
+    Returns:
+        holder, item, start and stop of every resulting interval.
+    """
+    stops = np.cumsum(stop - start)
+    edges = np.unique(np.concatenate([[0], stops, ends]))
+    low, high = edges[:-1], edges[1:]
+    box = np.searchsorted(stops, low, side="right")
+    shift = stop[box] - stops[box]
+    return holder[np.searchsorted(ends, low, side="right")], item[box], low + shift, high + shift

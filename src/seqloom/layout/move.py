@@ -12,8 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Boxes, Column, Grid, as_column, count_up, freeze_columns, merge_across, merge_touching
-from seqloom.layout.layout import Layout
+from seqloom.layout.layout import (
+    Boxes,
+    Column,
+    Grid,
+    Layout,
+    as_column,
+    count_up,
+    freeze_columns,
+    merge_across,
+    merge_touching,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Column, Grid, count_up
+from seqloom.layout.layout import Column, Grid, count_up
 from seqloom.layout.move import Move
 
 

@@ -1,13 +1,12 @@
 """The plan: what every other part of Seqloom reads."""
 
 from seqloom.plan.action import Action, ActionKind
-from seqloom.plan.group import Group, Method, sort_groups
 from seqloom.plan.limits import GroupFamily, Limits, Reduce, Sharding
 from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layout, step_layout
 from seqloom.plan.pipeline import LayerRange, Pipeline, Stage
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
-from seqloom.plan.validate import RULES
+from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch, sort_groups
+from seqloom.plan.rules import RULES
 
 __all__ = [
     "RULES",

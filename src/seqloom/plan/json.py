@@ -26,11 +26,10 @@ from seqloom.errors import PlanError, SeqloomError
 from seqloom.layout.layout import Layout, Span
 from seqloom.layout.route import Route
 from seqloom.plan.action import Action
-from seqloom.plan.group import Group, Method
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
+from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch
 from seqloom.reader import (
     parse_json,
     read_bool,

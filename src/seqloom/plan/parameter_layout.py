@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Column
-from seqloom.layout.layout import Layout
+from seqloom.layout.layout import Column, Layout
 from seqloom.plan.pipeline import LayerRange, Pipeline
 
 EMBEDDING, HEAD = "embedding", "head"

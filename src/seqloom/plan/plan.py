@@ -9,6 +9,7 @@ from pathlib import Path
 from seqloom.errors import PlanError
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline
+from seqloom.plan.rules import RULES
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -69,10 +70,9 @@ class Plan:
 
         Rules are checked once: a plan never changes.
         """
-        from seqloom.plan.validate import validate
-
         if not self._valid:
-            validate(self)
+            for rule in RULES.values():
+                rule(self)
             object.__setattr__(self, "_valid", True)
 
     def to_json(self) -> str:

@@ -33,12 +33,11 @@ from seqloom.errors import PlanError, unknown_name
 from seqloom.layout.layout import Layout, Span
 from seqloom.layout.route import Route
 from seqloom.plan.action import Action
-from seqloom.plan.group import Group, Method
 from seqloom.plan.json import KEYS_OF_LIMITS
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
+from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch
 
 _DOCUMENTS_PER_LINE = 16
 _NUMBERS = ("ranks", "node_size", "heads", "pad_multiple", "communicators")

@@ -17,7 +17,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.flex import searched_ns, tiles
 from seqloom.planners.problem import BatchProblem, GroupPlacement, fitting_problems
-from seqloom.planners.published.flexsp.milp import Matrix, highs_model, require_highspy
+from seqloom.planners.published.flexsp import Matrix, highs_model, require_highspy
 
 MAX_DOCUMENTS = 20
 MAX_RANKS = 16

@@ -249,7 +249,6 @@ class Watchdog:
         self._deadline = time.monotonic() + self._timeout_s if limited else float("inf")
 
     def __enter__(self) -> Self:
-        """Start the thread and catch SIGTERM."""
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._handler = signal.signal(signal.SIGTERM, lambda *_: None)

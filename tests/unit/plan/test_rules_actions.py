@@ -142,7 +142,7 @@ def test_parameters_are_gathered_stage_by_stage() -> None:
 
 
 def test_the_circle_of_a_deadlock_is_named() -> None:
-    """Pp_rank 0 begins with stage 3, which needs stages 0 to 2."""
+    """Pipeline rank 0 begins with stage 3, which needs stages 0 to 2."""
     plan = plan_of(VEE, ("3F0 0F0 3B0 0B0", "1F0 2F0 2B0 1B0"))
     text = (
         r"3RECV_F0 \(pp_rank 0, action 0\) waits for 2SEND_F0, which comes after 1RECV_F0 \(pp_rank 1, action 0\), "
@@ -152,14 +152,14 @@ def test_the_circle_of_a_deadlock_is_named() -> None:
 
 
 def test_interleaved_in_a_wrong_order_is_a_deadlock() -> None:
-    """Pp_rank 1 wants round 3 of stage 1 before it lets round 0 of stage 3 go back."""
+    """Pipeline rank 1 wants round 3 of stage 1 before it lets round 0 of stage 3 go back."""
     wrong = "1F0 1F1 3F0 3F1 1F2 1F3 3B0 3B1 1B0 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
     text = r"2RECV_B0 \(pp_rank 0.* waits for 3SEND_B0, which comes after 1RECV_F3 \(pp_rank 1.* waits for 0SEND_F3"
     refused(plan_of(LOOP, (INTERLEAVED[0], wrong)), "deadlock", text)
 
 
 def test_messages_between_two_pp_ranks_keep_their_order() -> None:
-    """Pp_rank 0 sends rounds of stages 0 and 2 to pp_rank 1, which must take them as they come."""
+    """Pipeline rank 0 sends rounds of stages 0 and 2 to pp_rank 1, which must take them as they come."""
     plan = plan_of(LOOP, ("0F0 2F0 0F1 2F1 2B1 0B1 2B0 0B0", "1F0 1F1 3F0 3F1 3B1 1B1 3B0 1B0"))
     text = "pp_rank 0 sends 2SEND_F0 before 0SEND_F1, pp_rank 1 receives 1RECV_F1 first.* put 3RECV_F0 before 1RECV_F1"
     refused(plan, "messages", text)

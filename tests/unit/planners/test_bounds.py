@@ -9,7 +9,8 @@ from brute_force import shortest_step
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
-from seqloom.planners.bounds.one_stage import (
+from seqloom.planners.bounds.prices import price_documents
+from seqloom.planners.bounds.step import (
     BatchOptions,
     first_feasible,
     lock_step_bound,
@@ -17,7 +18,6 @@ from seqloom.planners.bounds.one_stage import (
     throughput_bound,
     timeline_bound,
 )
-from seqloom.planners.bounds.prices import price_documents
 from support.strategies import roomy_cost_model
 
 CLUSTERS = ("1x8xA100-40G", "1x4xA100-40G", "1x2xA100-40G")

@@ -117,7 +117,7 @@ def test_messages_stand_beside_what_makes_and_uses_them():
 
 
 def test_a_message_that_is_used_late_is_received_in_the_order_of_sending():
-    """Pp_rank 0 sends 0SEND_F1 before 2SEND_F0; pp_rank 1 uses the latter first."""
+    """Pipeline rank 0 sends 0SEND_F1 before 2SEND_F0; pp_rank 1 uses the latter first."""
     made = Schedule("hand", (0, 1, 0, 1), (Unit(0, 0, 1), Unit(1, 0, 1)), rows(
         "0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1",
         "1F0 3F0 1F1 3F1 3B0 1B0 3B1 1B1",

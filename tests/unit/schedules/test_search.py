@@ -18,7 +18,7 @@ PP_RANKS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (
 
 @st.composite
 def problems(draw, among=PP_RANKS, mixed=False):
-    """Pp_ranks, units, times, held, and a cap that is between the least possible and plenty."""
+    """Pipeline ranks, units, times, held, and a cap that is between the least possible and plenty."""
     placed = draw(st.sampled_from(among))
     units = units_of(draw(st.lists(st.integers(1, 4), min_size=1, max_size=8)))
     shape = len(placed), len(units)

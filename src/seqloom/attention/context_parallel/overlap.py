@@ -37,11 +37,8 @@ Overlap = Callable[[int], None]
 """Called with the number of an exchange while that is under way; computes the local work scheduled there."""
 
 
-class ExchangeBytes(NamedTuple):
-    """Bytes that arrive in every exchange of a forward and of a backward, in order."""
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
+ExchangeBytes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Bytes that arrive in every exchange of a forward and of a backward, in order."""
 
 
 class ContextParallelAttention(ABC):
@@ -107,7 +104,6 @@ class OverlapQueue:
     __slots__ = ("_compute", "_done")
 
     def __init__(self, compute: Callable[[OverlapTask], Tensors]) -> None:
-        """Start with nothing done."""
         self._compute = compute
         self._done: dict[OverlapTask, Tensors] = {}
 
@@ -142,7 +138,6 @@ class GroupAttention:
     kernel_only: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Note what every layer asks."""
         inner_only = not isinstance(self.inner, LocalRuns | ContextParallelAttention)
         object.__setattr__(self, "kernel_only", self.ulysses is None and inner_only)
 

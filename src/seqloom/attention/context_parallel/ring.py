@@ -135,7 +135,7 @@ class Ring(ContextParallelAttention):
         rows = [sum(keys.counts[self._holder(step)] for keys in self.keys) for step in range(self.size)]
         kv, gradients = [kv_row * count for count in rows[1:]], [gradient_row * count for count in rows[1:]]
         both = [sum(pair) for pair in zip([*kv, 0], [0, *gradients], strict=True)]
-        return ExchangeBytes(tuple(kv), (*both, gradient_row * rows[0]))
+        return tuple(kv), (*both, gradient_row * rows[0])
 
     @property
     def size(self) -> int:

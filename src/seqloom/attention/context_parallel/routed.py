@@ -91,8 +91,9 @@ class ProxyRank(ContextParallelAttention):
 
     def exchange_bytes(self, kv_row: int, gradient_row: int) -> ExchangeBytes:
         """See `ContextParallelAttention.exchange_bytes`; the messages are for others."""
-        transfers = self.routed.forward, self.routed.backward
-        return ExchangeBytes(*(tuple(one.received_elements * self.routed.unit for one in some) for some in transfers))
+        transfers, unit = (self.routed.forward, self.routed.backward), self.routed.unit
+        forward, backward = (tuple(one.received_elements * unit for one in some) for some in transfers)
+        return forward, backward
 
     def _pass_on(self, transfers: Sequence[RoutedTransfer], overlap: Overlap) -> None:
         for exchange, transfer in enumerate(transfers):

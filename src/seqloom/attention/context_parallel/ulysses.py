@@ -19,7 +19,7 @@ import torch
 
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist.transport import Transport, all_to_all
-from seqloom.plan.group import even_ranges
+from seqloom.plan.round import even_ranges
 
 Ranges = tuple[tuple[int, int], ...]
 """First head and one past the last, for every rank of a block."""

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from seqloom.errors import PlanError, violation
-from seqloom.layout.boxes import Column
+from seqloom.layout.layout import Column
 from seqloom.layout.route import Route
-from seqloom.plan.group import Group, Method
 from seqloom.plan.pipeline import Stage
+from seqloom.plan.round import Group, Method
 from seqloom.plan.rules.structure import place, stage_batches, whole_numbers
 
 if TYPE_CHECKING:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.errors import violation
-from seqloom.layout.boxes import merge_touching
-from seqloom.layout.layout import Layout
+from seqloom.layout.layout import Layout, merge_touching
 from seqloom.layout.move import move_between
-from seqloom.plan.group import Method
-from seqloom.plan.round import StageMicroBatch
+from seqloom.plan.round import Method, StageMicroBatch
 from seqloom.plan.rules.structure import place, stage_batches, whole_numbers
 
 if TYPE_CHECKING:

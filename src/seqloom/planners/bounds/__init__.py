@@ -1,6 +1,6 @@
 """A proven lower bound on the time of a step: one number for all planners, and one for each cut into stages.
 
-Three facts hold for every plan of one stage (`one_stage`), and the bound is the best that follows from them.
+Three facts hold for every plan of one stage, and the bound is the best that follows from them.
 
 *Work.* A document at degree ``d`` keeps ``d`` ranks busy for its cost, at a degree that holds it and finishes in time.
 All ranks together have ``ranks x step`` rank-nanoseconds. Other ranks may take over the linear part of it, but some
@@ -14,12 +14,11 @@ round twice: two documents that each fill more than half of a rank cannot share 
 longest document, and holds only one round's worth of tokens; what it cannot hold takes further rounds. A long round is
 cheap for long documents and idle for the rest, and the bound is the best compromise.
 
-Plans with several stages or pipelines have a bound of their own (`stages`): the work of every pipeline rank, and a
+Plans with several stages or pipelines have a bound of their own: the work of every pipeline rank, and a
 document's chain.
 """
 
-from seqloom.planners.bounds.one_stage import lower_bound, policies_bound
-from seqloom.planners.bounds.stages import plan_bound, stages_bound
+from seqloom.planners.bounds.step import lower_bound, plan_bound, policies_bound, stages_bound
 
 __all__ = [
     "lower_bound",

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, sample
-from seqloom.planners.published.flexsp import plan_flexsp
-from seqloom.planners.published.flexsp import planner as buckets
-from seqloom.planners.published.flexsp.planner import blast, bucket, fewest_chunks
+from seqloom.planners.published import flexsp as buckets
+from seqloom.planners.published.flexsp import blast, bucket, fewest_chunks, plan_flexsp
 from seqloom.planners.uniform import plan_adaptive
 from seqloom.simulate.memory import peak_memory
 

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.planners.published.flexsp.milp import BucketedMilp, Budget, require_highspy
-from seqloom.planners.published.flexsp.planner import best_start, homogeneous, virtual_groups
+from seqloom.planners.published.flexsp import (
+    BucketedMilp,
+    Budget,
+    best_start,
+    homogeneous,
+    require_highspy,
+    virtual_groups,
+)
 
 ENOUGH = Budget(nodes=10_000, gap=0.0)
 
