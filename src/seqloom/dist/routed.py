@@ -59,11 +59,8 @@ class PeerSlices(NamedTuple):
         return sum(each.stop - each.start for each in self.slices)
 
 
-class RouteStep(NamedTuple):
-    """One exchange as a rank sees it."""
-
-    sends: tuple[PeerSlices, ...]
-    receives: tuple[PeerSlices, ...]
+RouteStep = tuple[tuple[PeerSlices, ...], tuple[PeerSlices, ...]]
+"""One exchange as a rank sees it: sends and receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +90,13 @@ class RoutedTransfer:
             sends = _by_peer(step, step.sender == rank, step.receiver, elements.find)
             receives = _by_peer(step, step.receiver == rank, step.sender, elements.receive)
             if sends or receives:
-                steps.append(RouteStep(sends, receives))
+                steps.append((sends, receives))
         return cls(tuple(steps), elements.forwarded)
 
     @property
     def received_elements(self) -> int:
         """Elements that this rank receives, for itself or for others."""
-        return sum(each.size for step in self.steps for each in step.receives)
+        return sum(each.size for _, receives in self.steps for each in receives)
 
 
 class _Run(NamedTuple):
@@ -166,7 +163,9 @@ def _by_peer(
     """Return the chosen boxes of a step by peer, in the order of the move, which both ends share."""
     boxes = zip(*(column[chosen].tolist() for column in (peer, move.item, move.start, move.stop)), strict=True)
     by_peer = groupby(boxes, key=itemgetter(0))
-    return tuple(PeerSlices(rank, _join_touching(each for _, *box in own for each in slices(*box))) for rank, own in by_peer)
+    return tuple(
+        PeerSlices(rank, _join_touching(each for _, *box in own for each in slices(*box))) for rank, own in by_peer
+    )
 
 
 def _join_touching(slices: Iterator[BufferSlice]) -> tuple[BufferSlice, ...]:
@@ -224,7 +223,7 @@ class _Running:
     ) -> None:
         self._transport, self._device = transport, forward.device
         self._buffers = {Buffer.SEND: sent, Buffer.RECEIVE: wanted, Buffer.FORWARD: {0: forward}}
-        self._exchange: _Exchange | None = None
+        self._finish: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
@@ -233,51 +232,55 @@ class _Running:
             self._stream.wait_stream(torch.cuda.current_stream(forward.device))
             with torch.cuda.stream(self._stream):
                 for step in steps:
-                    self._finish(self._begin(step))
+                    self._begin(step)()
         elif len(steps) > 1:
             stream = torch.cuda.current_stream(forward.device) if forward.is_cuda else None
             arguments = (self._begin(steps[0]), steps[1:], stream)
             self._thread = threading.Thread(target=self._run_rest, args=arguments, daemon=True)
             self._thread.start()
         elif steps:
-            self._exchange = self._begin(steps[0])
+            self._finish = self._begin(steps[0])
 
     def wait(self) -> None:
         """See `Handle.wait`. Until then the messages stay referenced, so that nobody reuses their memory."""
-        if self._exchange is not None:
-            self._finish(self._exchange)
+        if self._finish is not None:
+            self._finish()
         if self._thread is not None:
             self._thread.join()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._exchange = self._thread = self._stream = None
+        self._finish = self._thread = self._stream = None
         if self._error is not None:
             raise self._error
 
-    def _run_rest(self, first: _Exchange, others: tuple[RouteStep, ...], stream: torch.cuda.Stream | None) -> None:
+    def _run_rest(
+        self, finish_first: Callable[[], None], others: tuple[RouteStep, ...], stream: torch.cuda.Stream | None
+    ) -> None:
         """Run the steps after the first in a thread; `wait` raises its error."""
         try:
             with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._finish(first)
+                finish_first()
                 for step in others:
-                    self._finish(self._begin(step))
+                    self._begin(step)()
         except BaseException as error:
             self._error = error
 
-    def _begin(self, step: RouteStep) -> _Exchange:
-        """Start the exchange of a step."""
-        sends = [P2PTensor(peer, self._packed(slices)) for peer, slices in step.sends]
-        receives = [P2PTensor(each.peer, self._target(each)) for each in step.receives]
-        return _Exchange(self._transport.exchange(sends, receives), step, receives, sends)
+    def _begin(self, step: RouteStep) -> Callable[[], None]:
+        """Start the exchange of a step; return what waits for it and copies what was received into its slices."""
+        sends = [P2PTensor(peer, self._packed(slices)) for peer, slices in step[0]]
+        receives = [P2PTensor(each.peer, self._target(each)) for each in step[1]]
+        handle = self._transport.exchange(sends, receives)
 
-    def _finish(self, exchange: _Exchange) -> None:
-        """Wait for an exchange and copy what was received into its slices."""
-        exchange.handle.wait()
-        for (_, slices), received in zip(exchange.step.receives, exchange.receives, strict=True):
-            if len(slices) > 1:
-                parts = received.tensor.split([each.stop - each.start for each in slices])
-                for each, part in zip(slices, parts, strict=True):
-                    self._view(each).copy_(part)
+        def finish() -> None:
+            handle.wait()
+            sends.clear()  # the memory of a message stays referenced until here
+            for (_, slices), (_, received) in zip(step[1], receives, strict=True):
+                if len(slices) > 1:
+                    parts = received.split([each.stop - each.start for each in slices])
+                    for each, part in zip(slices, parts, strict=True):
+                        self._view(each).copy_(part)
+
+        return finish
 
     def _view(self, each: BufferSlice) -> torch.Tensor:
         return self._buffers[each.buffer][each.item][each.start : each.stop]
@@ -291,15 +294,6 @@ class _Running:
         """Return where slices of a peer can be received: a single one itself."""
         first = self._view(peer.slices[0])
         return first if len(peer.slices) == 1 else first.new_empty((peer.size, first.shape[1]))
-
-
-class _Exchange(NamedTuple):
-    """A step in flight; keeps the memory of its tensors."""
-
-    handle: Handle
-    step: RouteStep
-    receives: list[P2PTensor]
-    sends: list[P2PTensor]
 
 
 @cache

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.transports import CountingTransport
-from seqloom.dist.routed import RoutedTransfer, Buffer, start_routed
+from seqloom.dist.routed import Buffer, RoutedTransfer, start_routed
 from seqloom.dist.threads import run_ranks
 from seqloom.layout import Move, Route
+from support.transports import CountingTransport
 
 NODE, RANKS, UNIT = 4, 8, 12
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def test_a_rank_that_only_forwards_has_a_buffer_for_it():
     parts = {rank: RoutedTransfer.of(move, route, NODE, rank) for rank in range(RANKS)}
     assert [len(parts[rank].steps) for rank in range(RANKS)] == [1, 2, 0, 0, 1, 2, 0, 0]
     assert [parts[rank].forwarded for rank in (0, 1, 4, 5)] == [0, 8, 0, 8]
-    assert parts[1].steps[0].receives[0].slices == ((Buffer.FORWARD, 0, 0, 8),)
+    assert parts[1].steps[0][1][0].slices == ((Buffer.FORWARD, 0, 0, 8),)
     assert parts[1].received_elements == 8 and parts[0].received_elements == 0
 
 
