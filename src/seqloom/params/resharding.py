@@ -57,7 +57,6 @@ from seqloom.plan.parameter_layout import (
     dp_groups,
     layer_buckets,
     optimiser_layout,
-    step_layout,
 )
 
 Tensors = Mapping[int, torch.Tensor]
@@ -503,7 +502,7 @@ class PlanResharders:
         """
         home = optimiser_layout(weights, transport.ranks)
         compute = compute_layout(weights, plan.pipelines)
-        step = step_layout(weights, plan.pipelines, resharded) if resharded else compute
+        step = compute_layout(weights, plan.pipelines, resharded) if resharded else compute
         new = partial(Resharder, weights, device=device)
         background = partial(
             new, transport=transport.background, node_size=plan.limits.node_size, buckets=layer_buckets(weights)
