@@ -157,7 +157,11 @@ def of_transformers(step, lora):
 
 
 def run_transformers(transport, step, plan, lora):
-    parameters = PipelineFSDP(of_transformers(step, lora), transport, Placement.of(plan))
+    parameters = PipelineFSDP(
+        of_transformers(step, lora),
+        transport,
+        Placement(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size),
+    )
     result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
     return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
 

@@ -189,10 +189,10 @@ def attention_forward(
     if saved_attention is not None and saved_attention.replaying:
         return saved_attention.replay(q, k, v, groups, redistribute)
     if redistribute is not None:
-        q, k, v = redistribute.forward(q, k, v)
+        q, k, v = redistribute.to_target(q, k, v)
     out, lse, saved = _forward_groups(q, k, v, groups, with_lse)
     if redistribute is not None:
-        (out,) = redistribute.reversed().forward(out)
+        (out,) = redistribute.to_source(out)
         lse = None if lse is None else redistribute.to_source(lse.T)[0].T
     if saved_attention is not None:
         saved_attention.record(out, lse, saved)
@@ -213,7 +213,7 @@ def attention_backward(
         gradients = torch.zeros_like(dout), dout.new_zeros(shape), dout.new_zeros(shape)
     if redistribute is None:
         return gradients
-    dq, dk, dv = redistribute.backward(*gradients)
+    dq, dk, dv = redistribute.to_source(*gradients)
     return dq, dk, dv
 
 
@@ -368,7 +368,7 @@ class SavedAttention:
         self._next = number + 1
         out, lse, parts = self._records[number]
         if redistribute is not None:
-            q, k, v = redistribute.forward(q, k, v)
+            q, k, v = redistribute.to_target(q, k, v)
         saved = []
         for group, (group_out, group_lse) in zip(groups, parts, strict=True):
             inputs = tuple(take(x, group.rows) for x in (q, k, v)) if len(groups) > 1 else (q, k, v)

@@ -219,7 +219,6 @@ class StoreWriter:
         self.documents = self.tokens = self.valid = self.longest = 0
 
     def __enter__(self) -> StoreWriter:
-        """Create the partial folder and its files."""
         arrow = self._pyarrow
         self._folder = self.path.with_name(f"{self.path.name}.partial-{secrets.token_hex(4)}")
         self._folder.mkdir()
@@ -265,7 +264,6 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish the store, or delete what was written."""
         try:
             if kind is None:
                 self._finish()

@@ -98,7 +98,6 @@ class Layout(Boxes):
     stop2: Column | None = None
 
     def __post_init__(self) -> None:
-        """Check the boxes and bring them into the canonical order."""
         if (self.start2 is None) != (self.stop2 is None):
             raise PlanError("a layout with start2 but no stop2 (or the reverse); give both or neither")
         columns = [as_column(column) for column in self.columns()]
@@ -159,11 +158,9 @@ class Layout(Boxes):
         return Span(int(self.item[index]), int(self.start[index]), int(self.stop[index]))
 
     def __iter__(self) -> Iterator[Span]:
-        """Iterate over the boxes as spans, rank by rank."""
         return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
-        """Say how much there is, not all of it."""
         holders = len(np.unique(self.rank))
         return f"Layout({len(self)} boxes, {self.axes} axes, {holders} ranks, {int(self.sizes.sum())} elements)"
 

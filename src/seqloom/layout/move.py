@@ -41,7 +41,6 @@ class Move(Boxes):
     stop2: Column | None = None
 
     def __post_init__(self) -> None:
-        """Bring the boxes into the canonical order and make them read-only."""
         columns = merge_touching([as_column(column) for column in self.columns()], keys=3)
         freeze_columns(self, columns)
 
@@ -55,7 +54,6 @@ class Move(Boxes):
         return Move(*(column[chosen] for column in self.columns()))
 
     def __repr__(self) -> str:
-        """Say how much moves, not every box."""
         travels = int(self.sizes[self.remote].sum())
         return f"Move({len(self)} boxes, {self.axes} axes, {travels} of {int(self.sizes.sum())} elements travel)"
 

@@ -31,7 +31,6 @@ class GroupFamily:
     sizes: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the numbers and admit sizes until the budget is used up."""
         if self.ranks < 1 or self.node_size < 1 or self.ranks % self.node_size:
             raise PlanError(
                 f"{self.ranks} ranks in nodes of {self.node_size}: ranks must be a whole number of nodes; "

@@ -77,31 +77,19 @@ def optimiser_layout(weights: Sequence[Weight], ranks: int) -> Layout:
     return _layout([(rank, item, start, stop, np.zeros_like(item), shapes[item, COLUMNS])])
 
 
-def compute_layout(weights: Sequence[Weight], pipelines: Sequence[Pipeline]) -> Layout:
+def compute_layout(
+    weights: Sequence[Weight], pipelines: Sequence[Pipeline], resharded: Collection[tuple[int, int]] = ()
+) -> Layout:
     """Return what every rank holds while its stages compute; ranks in no stage hold nothing.
 
     Ranks of a stage hold all weights that its layers use: all of each, or, with a tensor degree t, rank k of a TP group
     the k-th of t equal slices along `tp_axis`.
-    """
-    return step_layout(weights, pipelines)
 
-
-def step_layout(
-    weights: Sequence[Weight], pipelines: Sequence[Pipeline], resharded: Collection[tuple[int, int]] = ()
-) -> Layout:
-    """Return what every rank holds for the whole step, where some stages are gathered for every pass.
-
-    Ranks of such a stage with the same slice of weights (`dp_groups`) store between passes an even share of the rows of
-    what they hold while computing: rank j of w the j-th chunk of ceil(rows / w). Other stages store what they compute
-    with. A weight that another stage of the same ranks stores for the step is stored in full.
-
-    UNSHARD then is a move from here to the compute layout among the ranks of each `dp_groups` entry, and gradients of a
-    pass are summed the same way back.
-
-    Args:
-        weights: of the whole model.
-        pipelines: side by side.
-        resharded: (pipeline, stage) of the stages that are gathered for every pass.
+    With `resharded`, the (pipeline, stage) of stages that are gathered for every pass, return what every rank holds for
+    the whole step. Ranks of such a stage with the same slice of weights (`dp_groups`) store between passes an even
+    share of the rows of what they hold while computing: rank j of w the j-th chunk of ceil(rows / w). A weight that
+    another stage of the same ranks stores for the step is stored in full. UNSHARD then is a move from here to the
+    compute layout among the ranks of each `dp_groups` entry, and gradients of a pass are summed the same way back.
     """
     shapes = _shapes(weights)
     needed_by: dict[LayerRange, tuple[int, ...]] = {}  # ranges repeat from pipeline to pipeline

@@ -127,13 +127,6 @@ class Group:
                     chosen.append(Span(document, start + low, start + high))
         return chosen
 
-    def tokens_per_rank(self) -> int:
-        """Return the tokens on the fullest rank."""
-        if self.ring == 1:
-            return -(-self.tokens // self.degree)
-        shares = (sum(span.tokens for span in self.ring_spans(k)) for k in range(self.ring))
-        return max(-(-share // self.ulysses) for share in shares)
-
 
 class Checkpoint(StrEnum):
     """Activation checkpointing: what a round stores until its backward.

@@ -74,7 +74,6 @@ class Schedule:
     rows: Rows
 
     def __repr__(self) -> str:
-        """Name and size in one line."""
         pp_size = max(self.pp_ranks, default=-1) + 1
         return f"<Schedule {self.name}: {len(self.pp_ranks)} stages on {pp_size} pp_ranks, {len(self.units)} units>"
 

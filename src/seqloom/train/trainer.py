@@ -255,7 +255,6 @@ class Trainer(AbstractContextManager):
             self._model_family.save(self.config, self.adapter.module, state)
 
     def _start_planner(self) -> PlanAhead | None:
-        """Start the planning process on rank 0."""
         if self.transport.rank:
             return None
         limit = self.config.run.timeout_s / 2  # other ranks wait as well
@@ -265,7 +264,6 @@ class Trainer(AbstractContextManager):
         return self._closing.enter_context(ahead)
 
     def _open_metrics(self, stream: IO[str] | None) -> Metrics | None:
-        """Open the metrics on rank 0."""
         if self.transport.rank:
             return None
         config, done = self.config, self.start_step

@@ -17,7 +17,7 @@ from seqloom.attention.context_parallel.overlap import ContextParallelAttention,
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.tiles import ZigzagChunks, visible_runs
-from seqloom.dist.routed import RoutedTransfer, start_routed
+from seqloom.dist.routed import RoutedHandle, RoutedTransfer
 from seqloom.dist.transport import Handle, Transport
 from seqloom.layout import Move
 from seqloom.plan import Group
@@ -63,7 +63,7 @@ class RoutedExchanges:
         self, transfer: RoutedTransfer, sent: Mapping[int, torch.Tensor], wanted: Mapping[int, torch.Tensor]
     ) -> Handle:
         """Start an exchange: messages of this rank by item, and buffers for those to it."""
-        return start_routed(transfer, self.transport, sent, wanted, unit=self.unit, device=self.device)
+        return RoutedHandle(transfer, self.transport, sent, wanted, unit=self.unit, device=self.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
