@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.plan_cost import round_times
 from seqloom.cost.resharding import exposed_reshard_ns, resident_parameters, unshard_times
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import move_between
@@ -120,7 +121,7 @@ def test_one_stage_adds_two_gathers_and_a_sum_to_every_round():
     def exposed(pipeline):
         """Of the step's own moves, what shows: rounds hide nothing of shares, which a pass waits for."""
         step = [
-            cost.round_times(r.by_stage[0], MemoryPolicy(r.by_stage[0].checkpoint, Reduce.STEP, resident=True))
+            round_times(cost, r.by_stage[0], MemoryPolicy(r.by_stage[0].checkpoint, Reduce.STEP, resident=True))
             for r in pipeline.rounds
         ]
         ends = [int(each.busy_ns[:4].max()) for each in (step[0], step[-1])]
