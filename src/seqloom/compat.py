@@ -74,22 +74,15 @@ def cpu_flash_backward(
 
 
 class VarlenArguments(NamedTuple):
-    """Arguments of flash attention over packed sequences, by the names of flash-attn.
+    """Arguments of flash attention over packed sequences, by the names of flash-attn."""
 
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32[n + 1] on the device, where sequences begin.
-        max_seqlen_q, max_seqlen_k: longest sequence.
-        causal: the last query of a sequence sees all its keys, the one before all but the last, and so on.
-        window_size_left, window_size_right: keys seen before and after a query; -1: all.
-    """
-
-    cu_seqlens_q: torch.Tensor
+    cu_seqlens_q: torch.Tensor  # int32[n + 1] on the device, where sequences begin
     cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
+    max_seqlen_q: int  # longest sequence
     max_seqlen_k: int
     softmax_scale: float
-    causal: bool
-    window_size_left: int
+    causal: bool  # the last query of a sequence sees all its keys, the one before all but the last, and so on
+    window_size_left: int  # keys seen before and after a query; -1: all
     window_size_right: int
 
 

@@ -140,13 +140,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def build(kind: type[T], content: dict[str, Any], what: str) -> T:
-    """Make a dataclass of a mapping read from a file.
-
-    Args:
-        kind: a dataclass whose ``__pydantic_config__`` forbids extra keys.
-        content: the mapping.
-        what: the file, for messages.
-    """
+    """Make a dataclass whose ``__pydantic_config__`` forbids extra keys of a file's mapping; `what` names the file."""
     from pydantic import TypeAdapter, ValidationError  # only a file needs it; importing it takes a while
 
     try:

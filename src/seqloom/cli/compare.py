@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from seqloom.cli import shared
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 Planners = Annotated[
     str,
-    typer.Option(
-        "--planners",
+    Option(
         help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages, hydraulis needs sharding "
-        "free. Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
+        "free. Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin."
     ),
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Sequences per batch.")]
-Batches = Annotated[int, typer.Option("--batches", help="Batches to plan.")]
+BatchSize = Annotated[int, Option(help="Sequences per batch.")]
+Batches = Annotated[int, Option(help="Batches to plan.")]
 
 
 def compare(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from seqloom.cli import shared
 from seqloom.errors import SeqloomError
@@ -27,32 +28,21 @@ DEFAULT_SIZE = 512
 
 Planner = Annotated[
     str,
-    typer.Option(
-        "--planner",
+    Option(
         help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), hydraulis "
         "(sharding free), exact, auto; published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin; "
-        "hbp: all sequences are made into steps.",
+        "hbp: all sequences are made into steps."
     ),
 ]
-Size = Annotated[int | None, typer.Option("--batch-size", help=f"Sequences of the batch.  [default: {DEFAULT_SIZE}]")]
-Explain = Annotated[bool, typer.Option("--explain", help="Say for each class of documents why it is placed so.")]
-Tokens = Annotated[
-    int | None,
-    typer.Option("--tokens-per-batch", help="Instead: as many whole sequences as fit in this many tokens."),
-]
-StepTokens = Annotated[int | None, typer.Option("--tokens-per-step", help="Of hbp: tokens of a step, at most.")]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", help="Write the plan to this file: .json, or .txt with one line per action."),
-]
-View = Annotated[bool, typer.Option("--view", help="Draw the lengths and the timeline as well.")]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, .json or .txt.")]
-PlanSharding = Annotated[
-    str | None, typer.Option("--sharding", help="full, hybrid or none; without it, the plan's own.")
-]
-RunLength = Annotated[
-    int | None, typer.Option("--max-length", help="Longest sequence of the run, tokens, as when planning.")
-]
+Size = Annotated[int | None, Option(help=f"Sequences of the batch.  [default: {DEFAULT_SIZE}]")]
+Explain = Annotated[bool, Option("--explain", help="Say for each class of documents why it is placed so.")]
+Tokens = Annotated[int | None, Option(help="Instead: as many whole sequences as fit in this many tokens.")]
+StepTokens = Annotated[int | None, Option(help="Of hbp: tokens of a step, at most.")]
+Out = Annotated[Path | None, Option(help="Write the plan to this file: .json, or .txt with one line per action.")]
+View = Annotated[bool, Option("--view", help="Draw the lengths and the timeline as well.")]
+PlanFile = Annotated[Path, Argument(metavar="PLAN", help="Plan file, .json or .txt.")]
+PlanSharding = Annotated[str | None, Option(help="full, hybrid or none; without it, the plan's own.")]
+RunLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens, as when planning.")]
 
 
 def plan(

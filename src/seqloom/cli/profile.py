@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from typer import Option
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, import_extra, unknown_name
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -42,33 +43,24 @@ PACK_TOKENS = {"cuda": 131_072, "cpu": 0}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MASKS = ("causal", "full")
 
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:1; without it, the GPU if any.")]
-Heads = Annotated[int, typer.Option("--heads", help="Query heads.")]
-KvHeads = Annotated[int, typer.Option("--kv-heads", help="Key and value heads.")]
-Dim = Annotated[int, typer.Option("--dim", help="Width of a head.")]
-Dtype = Annotated[str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}.")]
-Kernels = Annotated[
-    str | None, typer.Option("--kernels", help="Names with commas between; without it, all but the plain reference.")
-]
-Longest = Annotated[
-    int | None,
-    typer.Option("--max-length", help="Longest document, tokens.  [default: 131072 on a GPU, 1024 on a CPU]"),
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer lengths and runs: a first impression.")]
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:1; without it, the GPU if any.")]
+Heads = Annotated[int, Option(help="Query heads.")]
+KvHeads = Annotated[int, Option(help="Key and value heads.")]
+Dim = Annotated[int, Option(help="Width of a head.")]
+Dtype = Annotated[str, Option(help=f"{', '.join(DTYPES)}.")]
+Kernels = Annotated[str | None, Option(help="Names with commas between; without it, all but the plain reference.")]
+Longest = Annotated[int | None, Option(help="Longest document, tokens.  [default: 131072 on a GPU, 1024 on a CPU]")]
+Quick = Annotated[bool, Option("--quick", help="Fewer lengths and runs: a first impression.")]
 Output = Annotated[
-    Path | None,
-    typer.Option("--output", help="File to write, .json; what a table holds of other shapes and devices is kept."),
+    Path | None, Option(help="File to write, .json; what a table holds of other shapes and devices is kept.")
 ]
 Model = Annotated[
-    str | None,
-    typer.Option("--model", help="Measure training steps of this model instead, and write a profile for --profile."),
+    str | None, Option(help="Measure training steps of this model instead, and write a profile for --profile.")
 ]
-Ranks = Annotated[int | None, typer.Option("--ranks", help="With --model: processes to start here.  [default: 1]")]
-Cluster = Annotated[str | None, typer.Option("--cluster", help="With --model: what the ranks run on, as in plan.")]
-Sharding = Annotated[str, typer.Option("--sharding", help="With --model: full, hybrid or none.")]
-Capacity = Annotated[
-    int | None, typer.Option("--capacity", help="With --model: tokens of a rank in a round; else what memory holds.")
-]
+Ranks = Annotated[int | None, Option(help="With --model: processes to start here.  [default: 1]")]
+Cluster = Annotated[str | None, Option(help="With --model: what the ranks run on, as in plan.")]
+Sharding = Annotated[str, Option(help="With --model: full, hybrid or none.")]
+Capacity = Annotated[int | None, Option(help="With --model: tokens of a rank in a round; else what memory holds.")]
 KERNEL_OPTIONS = ("device", "heads", "kv_heads", "dim", "kernels", "quick")
 MODEL_OPTIONS = ("ranks", "cluster", "sharding", "capacity")
 
@@ -102,9 +94,10 @@ def profile(
         torchrun --nproc-per-node 8 -m seqloom profile --model llama3-8b --cluster 1x8xH200 --output machine.json
     """
     shared.check_output(output, "table" if model is None else "profile", (".json",))
-    shared.require_torch("seqloom profile measures kernels and")
+    import_extra("seqloom profile measures kernels and", "train", "torch")
     _refuse_options(context, with_model=model is not None)
-    shared.check_dtype(dtype, DTYPES)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
     if model is not None:
         setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
         _profile_machine(setup, ranks, output, json)
@@ -316,7 +309,7 @@ def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict
 
     rank, ranks, device, _ = process
     cost = setup.cost(ranks)
-    communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
+    communicators = Communicators(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
     calibrator = Calibrator(cost, TorchTransport(communicators), device, getattr(torch, setup.dtype))
     verbose = setup.verbose and rank == 0 and sys.stderr.isatty()

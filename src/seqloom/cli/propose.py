@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from seqloom.cli import shared
 from seqloom.errors import SeqloomError
@@ -22,13 +23,11 @@ if TYPE_CHECKING:
     from seqloom.cost import CostModel
     from seqloom.planners.hydraulis import Strategy
 
-StepTokens = Annotated[int, typer.Option("--tokens-per-step", help="Tokens of an optimiser step.")]
-Sequences = Annotated[int, typer.Option("--sequences", help="Sequences that stand for the data; a file is read whole.")]
-Steps = Annotated[int, typer.Option("--steps", help="Steps of the data on which the strategies are tried.")]
-Most = Annotated[int, typer.Option("--most", help="Strategies to propose, at most.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", help="Write the strategies to this .json file, for plan.strategies of a config.")
-]
+StepTokens = Annotated[int, Option(help="Tokens of an optimiser step.")]
+Sequences = Annotated[int, Option(help="Sequences that stand for the data; a file is read whole.")]
+Steps = Annotated[int, Option(help="Steps of the data on which the strategies are tried.")]
+Most = Annotated[int, Option(help="Strategies to propose, at most.")]
+Out = Annotated[Path | None, Option(help="Write the strategies to this .json file, for plan.strategies of a config.")]
 
 
 def propose(

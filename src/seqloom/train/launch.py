@@ -93,7 +93,7 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
     rank, ranks, device, report = process
     with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
         setup = RunSetup.load(config, ranks)
-        communicators = Communicators.create(GroupFamily(ranks, setup.cost.node_size))
+        communicators = Communicators(GroupFamily(ranks, setup.cost.node_size))
         communicators.warm_up()
         stream = sys.stderr if show and rank == 0 else None
         notes = [text for text in (allocator_advice(device.type),) if text]

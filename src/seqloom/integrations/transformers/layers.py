@@ -42,12 +42,7 @@ def remap_layers(layers: Iterable[nn.Module]) -> None:
 
 
 def tp_layers(layers: Sequence[nn.Module], regions: Sequence[tuple[Region, ...]]) -> None:
-    """Make decoder layers run in the TP group that the context of each call has; doing it again changes nothing.
-
-    Args:
-        layers: of a decoder.
-        regions: of each layer, see `tensor_plan`.
-    """
+    """Make decoder layers run their regions in the TP group of each call; doing it again changes nothing."""
     for layer, own in zip(layers, regions, strict=True):
         LayerWrapper.of(layer).hooks["tensor_parallel"] = partial(_tp_hooks, own)
 

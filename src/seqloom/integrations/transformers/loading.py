@@ -46,10 +46,8 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voca
 def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
     """Build the model of a folder and attach it to the engine: see `train.model.ModelFamily`.
 
-    On the meta device it has no values and nothing reads them.
-
-    Raises:
-        SeqloomError: what `check` refuses, and a folder that cannot be read or lacks parameters.
+    On the meta device it has no values and nothing reads them. Refuses what `check` refuses, and a folder that cannot
+    be read or lacks parameters.
     """
     folder = _folder(config)
     try:

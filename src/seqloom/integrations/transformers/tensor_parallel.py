@@ -36,18 +36,10 @@ class Region(NamedTuple):
     rowwise: tuple[str, ...]  # those whose columns are cut: the group sums what they return
 
 
-class TensorPlan(NamedTuple):
-    """How a TP group cuts a model."""
-
-    regions: tuple[tuple[Region, ...], ...]  # of every layer
-    tp_axes: dict[str, int]  # name of a parameter in the model -> axis
-    tp_divisors: dict[str, int]  # what a tensor degree must divide -> how many there are
-
-
 def tensor_plan(
     model: nn.Module, causal: Any, layers: Sequence[nn.Module], specs: Sequence[AttentionSpec]
-) -> TensorPlan:
-    """Read the plan of a model.
+) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int], dict[str, int]]:
+    """Read the plan of a model; `NoTensorParallel` where it has none, or one that cannot be followed here.
 
     Args:
         model: has the parameters under the names that checkpoints use.
@@ -55,8 +47,8 @@ def tensor_plan(
         layers: all of them, in order.
         specs: the attention calls of the layers.
 
-    Raises:
-        NoTensorParallel: it has no plan, or one that cannot be followed here.
+    Returns:
+        Regions of every layer, axis of every parameter that is cut, and the numbers that a tensor degree must divide.
     """
     names = {module: name for name, module in causal.named_modules()}
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
@@ -77,7 +69,7 @@ def tensor_plan(
             for name, parameter in layer.get_submodule(path).named_parameters():
                 if name == "weight" or axis == ROWS:  # a bias that is added to a sum is whole
                     tp_axes[parameter_names[parameter]] = axis
-    return TensorPlan(tuple(regions), tp_axes, _divisors(layers, regions, specs))
+    return tuple(regions), tp_axes, _divisors(layers, regions, specs)
 
 
 def _pattern(name: str) -> str:
