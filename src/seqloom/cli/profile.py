@@ -289,7 +289,7 @@ def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict
 
     rank, ranks, device, _ = process
     cost = setup.cost(ranks)
-    communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
+    communicators = Communicators(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
     calibrator = Calibrator(cost, TorchTransport(communicators), device, getattr(torch, setup.dtype))
     verbose = setup.verbose and rank == 0 and sys.stderr.isatty()

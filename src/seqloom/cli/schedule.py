@@ -61,6 +61,7 @@ def schedule(
         seqloom schedule seq1f1b --stages 4 --micro-batches 4 --pieces 2
         seqloom schedule --file mine.csv --pieces 2 --times 1,1.6,0.6
     """
+    from seqloom.schedules.schedule import to_csv
     from seqloom.schedules.timing import schedule_metrics
 
     shared.check_output(picture, "picture", (".svg",))
@@ -70,7 +71,7 @@ def schedule(
     built = _build(name, durations, limit, **sizes) if file is None else _load(file, name, limit, **sizes)
     metrics = schedule_metrics(built, *durations)
     if csv is not None:
-        csv.write_text(built.to_csv())
+        csv.write_text(to_csv(built.rows))
     shared.report(
         json,
         lambda: _as_dict(built, durations, metrics),
