@@ -56,7 +56,7 @@ def _rank(rank: int, folder: str, run: Run, arguments: argparse.Namespace) -> No
         if rank == 0:
             progress(f"{time.perf_counter() - began:6.1f} s  {text}")
 
-    communicators = Communicators.create(GroupFamily(ranks, ranks))
+    communicators = Communicators(GroupFamily(ranks, ranks))
     communicators.warm_up()
     run(TorchTransport(communicators), arguments, say)
     dist.destroy_process_group()

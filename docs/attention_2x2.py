@@ -179,7 +179,7 @@ def _text(x: int, y: int, words: str, kind: str = "") -> str:
     return f'<text x="{x}" y="{y}"{f" class={chr(34)}{kind}{chr(34)}" * bool(kind)} xml:space="preserve">{words}</text>'
 
 
-SUPPORTED, REFUSED, UNTESTED = "supported", "refused", "untested"
+SUPPORTED, REFUSED = "supported", "refused"
 ENGINE = "engine"
 """The column of `attention(...)`: some kernel supports it."""
 
@@ -219,8 +219,7 @@ NEVER = ("dropout", "logit soft-cap", "bias, ALiBi", "attention sinks", "values 
 def support_matrix() -> str:
     """Return the matrix in Markdown: a row per feature, a column per kernel, the engine last.
 
-    Every cell is the kernel's answer to an example: it supports it, supports it but no test of this project runs it
-    (untested), or refuses it.
+    Every cell is the kernel's answer to an example: it supports it, or refuses it.
     """
     kernels = {name: entry.make().capabilities for name, entry in KERNELS.items()}
     columns = [*kernels, ENGINE]
@@ -234,7 +233,7 @@ def support_matrix() -> str:
 def _answers(feature: Feature, kernels: Mapping[str, Capabilities]) -> dict[str, str]:
     """Ask every kernel, and the engine, which has what its best kernel has."""
     cells = {name: _answer(kernel, feature) for name, kernel in kernels.items()}
-    cells[ENGINE] = next(answer for answer in (SUPPORTED, UNTESTED, REFUSED) if answer in cells.values())
+    cells[ENGINE] = SUPPORTED if SUPPORTED in cells.values() else REFUSED
     return cells
 
 
@@ -248,9 +247,7 @@ def _answer(kernel: Capabilities, feature: Feature) -> str:
         device=torch.device(feature.device or kernel.devices[0]),
         scale=feature.dim**-0.5,
     )
-    if kernel.unsupported(feature.segments, shape) is not None:
-        return REFUSED
-    return SUPPORTED if kernel.tested else UNTESTED
+    return SUPPORTED if kernel.unsupported(feature.segments, shape) is None else REFUSED
 
 
 def renewed(page: str) -> str:

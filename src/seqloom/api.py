@@ -200,11 +200,7 @@ class Evaluation:
 def evaluate(plan: Plan, cost: CostModel, *, bound_ns: int | None = None, planning_ns: int | None = None) -> Evaluation:
     """Simulate a plan and compare its step with the lower bound. Refuses what `simulate` refuses.
 
-    Args:
-        plan: made by a planner, read from a file, or built by hand.
-        cost: of the cluster, model and sharding that the plan was made for.
-        bound_ns: the plan's lower bound, if known already; it is the slow part.
-        planning_ns: wall time of the planner, to be kept beside the rest.
+    The lower bound is the slow part; give `bound_ns` if it is known already.
     """
     from seqloom.planners.bounds import plan_bound
 
@@ -222,8 +218,7 @@ def evaluate_planners(
 ) -> list[dict[str, Evaluation]]:
     """Plan every batch with every planner and evaluate the plans: one dictionary per batch, by planner.
 
-    Args:
-        progress: called with the planner's name and the batch's index before each planning.
+    Calls `progress` with the planner's name and the batch's index before each planning.
     """
     from seqloom.planners import plan_batches
 

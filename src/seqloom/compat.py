@@ -36,12 +36,8 @@ SCHEMAS = (
 )
 
 
-class Gradients(NamedTuple):
-    """Gradients of queries, keys and values."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries, keys and values."""
 
 
 def cpu_flash_forward(
@@ -74,26 +70,19 @@ def cpu_flash_backward(
 ) -> Gradients:
     """Run the backward of `cpu_flash_forward`. In half precision it adds up dk and dv in half precision."""
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return Gradients(*operator(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale))
+    return operator(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 class VarlenArguments(NamedTuple):
-    """Arguments of flash attention over packed sequences, by the names of flash-attn.
+    """Arguments of flash attention over packed sequences, by the names of flash-attn."""
 
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32[n + 1] on the device, where sequences begin.
-        max_seqlen_q, max_seqlen_k: longest sequence.
-        causal: the last query of a sequence sees all its keys, the one before all but the last, and so on.
-        window_size_left, window_size_right: keys seen before and after a query; -1: all.
-    """
-
-    cu_seqlens_q: torch.Tensor
+    cu_seqlens_q: torch.Tensor  # int32[n + 1] on the device, where sequences begin
     cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
+    max_seqlen_q: int  # longest sequence
     max_seqlen_k: int
     softmax_scale: float
-    causal: bool
-    window_size_left: int
+    causal: bool  # the last query of a sequence sees all its keys, the one before all but the last, and so on
+    window_size_left: int  # keys seen before and after a query; -1: all
     window_size_right: int
 
 
@@ -112,7 +101,6 @@ def flash_forward(
     Args:
         q, out: [queries, heads, dim]; lse: [heads, queries], float32.
         k, v: [keys, kv_heads, dim].
-        arguments: of the sequences.
     """
     *lengths, scale, causal, left, right = arguments
     windows = {"window_size_left": left, "window_size_right": right}
@@ -126,7 +114,7 @@ def flash_backward(dout: torch.Tensor, saved: tuple[torch.Tensor, ...], argument
     windows = {"window_size_left": left, "window_size_right": right}
     operator, device = torch.ops.aten._flash_attention_backward, dout.device
     rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
-    return Gradients(*operator(dout, *saved, *lengths, 0.0, causal, rng_state, unused, scale=scale, **windows))
+    return operator(dout, *saved, *lengths, 0.0, causal, rng_state, unused, scale=scale, **windows)
 
 
 def check_operators(expected: Iterable[str] = SCHEMAS) -> None:

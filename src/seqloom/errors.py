@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 
@@ -13,13 +14,7 @@ class SeqloomError(ValueError):
 
 
 def unknown_name(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
-    """Build the error for a name that is not in a list, offering the nearest ones.
-
-    Args:
-        kind: what is being named, for example ``"model"``.
-        name: what was asked for.
-        options: every legal name.
-    """
+    """Build the error for the name of a `kind`, such as ``"model"``, that is not an option; offer the nearest ones."""
     legal = sorted(options)
     near = difflib.get_close_matches(name.lower(), [option.lower() for option in legal], n=3, cutoff=0.5)
     nearest = [option for option in legal if option.lower() in near]
@@ -59,11 +54,7 @@ class PlanError(SeqloomError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the rule, so that the error survives a trip from a worker process."""
-        return (_rebuild, (str(self), self.rule, self.at))
-
-
-def _rebuild(message: str, rule: str, at: tuple[int, int] | None) -> PlanError:
-    return PlanError(message, rule=rule, at=at)
+        return (partial(PlanError, rule=self.rule, at=self.at), (str(self),))
 
 
 def violation(rule: str, value: str, must: str, way_out: str, at: tuple[int, int] | None = None) -> PlanError:

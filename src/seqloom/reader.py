@@ -15,9 +15,12 @@ from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from seqloom.errors import SeqloomError, unknown_name
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
@@ -137,23 +140,22 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def build(kind: type[T], content: dict[str, Any], what: str) -> T:
-    """Make a dataclass of a mapping read from a file.
-
-    Args:
-        kind: a dataclass whose ``__pydantic_config__`` forbids extra keys.
-        content: the mapping.
-        what: the file, for messages.
-    """
+    """Make a dataclass whose ``__pydantic_config__`` forbids extra keys of a file's mapping; `what` names the file."""
     from pydantic import TypeAdapter, ValidationError  # only a file needs it; importing it takes a while
 
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        raise validation_error(kind, error, what) from None
+
+
+def validation_error(kind: type[Any], error: ValidationError, what: str) -> SeqloomError:
+    """Say in our words what pydantic refuses in a `kind`; `what` begins the message."""
+    details = error.errors(include_url=False)
     # A misspelt key also makes the right one missing: naming the misspelling is enough.
     extra = [detail for detail in details if detail["type"] in _EXTRA]
     problems = [_problem(kind, detail) for detail in extra or details]
-    raise SeqloomError(f"{what}: {'; '.join(problems)}")
+    return SeqloomError(f"{what}: {'; '.join(problems)}")
 
 
 def _problem(kind: type[Any], detail: Any) -> str:

@@ -63,7 +63,7 @@ def test_nccl_with_one_rank(tmp_path):
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        communicators = Communicators.create(GroupFamily(1, node_size=1))
+        communicators = Communicators(GroupFamily(1, node_size=1))
         communicators.warm_up()
         for seed in range(5):
             program = random_program(Random(seed), ranks=1)

@@ -22,7 +22,7 @@ from seqloom.train.trainer import Trainer
 from support.tiny_specs import TINY
 
 torch.set_num_threads(1)
-RANKS, STEPS = 8, 20
+RANKS, STEPS = 8, 50
 MODEL = TINY.replace("vocabulary = 257", "vocabulary = 64")
 CONFIG = f"""
 [run]
@@ -41,7 +41,7 @@ capacity = 32
 [optimiser]
 lr = 1e-2
 [schedule]
-warmup = 2
+warmup = 5
 """
 
 
@@ -151,7 +151,7 @@ def curves(gloo_pool, place: Path, dtype: str, plans: dict[str, list[Plan]]) -> 
 
 def test_in_float64_the_planner_does_not_show(gloo_pool, place, plans):
     static, flex = curves(gloo_pool, place, "float64", plans)
-    assert len(static) == STEPS and static[-1] < 0.8 * static[0], "something was learnt"
+    assert len(static) == STEPS and static[-1] < 0.6 * static[0], "something was learnt"
     assert (place / "flex-float64" / "metrics.jsonl").read_text().count('"note": "something to know"') == 1
     assert furthest(static, flex) < 1e-9
     assert furthest(flex, train_alone(configured(place, "float64"))) < 1e-9

@@ -105,7 +105,7 @@ def life_of_communicators(transport):
     family = GroupFamily(8, node_size=2)
     heard = []
     for _ in range(2):
-        communicators = Communicators.create(family)
+        communicators = Communicators(family)
         communicators.warm_up()
         listed = [(block, len(block)) for block in communicators.groups]
         mine = [len(block) for block, group in communicators.groups.items() if group is not None]
@@ -136,7 +136,7 @@ def test_communicators_are_made_listed_and_closed(gloo_pool):
 
 def outsiders(transport):
     """Make a family of fewer ranks than the job, and one of more."""
-    communicators = Communicators.create(GroupFamily(6, node_size=6))
+    communicators = Communicators(GroupFamily(6, node_size=6))
     said = []
     communicators.warm_up()
     try:
@@ -151,7 +151,7 @@ def outsiders(transport):
         said.append(str(error))
     communicators.close()
     try:
-        Communicators.create(GroupFamily(9, node_size=9))
+        Communicators(GroupFamily(9, node_size=9))
     except SeqloomError as error:
         said.append(str(error))
     return said
@@ -167,7 +167,7 @@ def test_a_family_may_leave_ranks_out_but_not_invent_them(gloo_pool):
 def test_communicators_need_torch_distributed():
     assert not dist.is_initialized()
     with pytest.raises(SeqloomError, match=r"call torch\.distributed\.init_process_group first"):
-        Communicators.create(GroupFamily(2, node_size=2))
+        Communicators(GroupFamily(2, node_size=2))
 
 
 def reshard_case():
@@ -219,7 +219,7 @@ import torch.distributed as dist
 from seqloom.dist import Communicators, TorchTransport
 from seqloom.plan import GroupFamily
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-transport = TorchTransport(Communicators.create(GroupFamily(1, node_size=1)))
+transport = TorchTransport(Communicators(GroupFamily(1, node_size=1)))
 dist.destroy_process_group()
 print(*threads())
 """

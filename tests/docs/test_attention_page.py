@@ -146,7 +146,6 @@ def test_the_support_matrix_is_what_the_kernels_answer(drawing):
     assert names == [*KERNELS, "engine"]
     assert {name for name, cell in matrix["CPU"].items() if cell == "supported"} == {"cpu_flash", "reference", "engine"}
     assert matrix["sliding window"]["cudnn"] == "refused"
-    assert matrix["causal, packed documents"]["flash_attn_2"] == "untested"
     assert set(matrix["dropout"].values()) == {"refused"}
 
 

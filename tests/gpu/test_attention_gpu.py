@@ -124,7 +124,7 @@ def test_nccl_with_one_rank(tmp_path, kernels):
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        communicators = Communicators.create(GroupFamily(1, node_size=1))
+        communicators = Communicators(GroupFamily(1, node_size=1))
         communicators.warm_up()
         case = Case.one_group((300, 20, 150), 8, 2, 64)
         inputs = case.inputs(torch.bfloat16, device="cuda")

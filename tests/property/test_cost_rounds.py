@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.communication import Communication, group_traffic, remap_exchanges
+from seqloom.cost.plan_cost import round_times
 from seqloom.cost.shapes import COST_COLUMNS
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
@@ -67,12 +68,12 @@ def composed(cost, work, policy):
 @given(rounds())
 def test_ranks_compose_their_groups(drawn):
     cost, work, policy = drawn
-    times = cost.round_times(work, policy)
+    times = round_times(cost, work, policy)
     assert times.rank_ns.tolist() == composed(cost, work, policy)
     sums = np.zeros(cost.ranks, dtype=np.int64)
     np.add.at(sums, times.member_rank, times.member_ns)
     assert (sums == times.rank_ns).all() and (times.member_ns >= 0).all()
-    alone = cost.round_times(replace(work, groups=work.groups[:1]), policy)
+    alone = round_times(cost, replace(work, groups=work.groups[:1]), policy)
     total = cost.group_cost(work.groups[0], policy).total_ns
     assert (alone.rank_ns[list(work.groups[0].ranks)] == total).all()
     assert alone.nic_ns.max() <= total and alone.link_ns.max() <= total  # occupancy never binds one group
@@ -95,7 +96,7 @@ def test_cards_carry_all_bytes_that_leave(drawn):
         message = links.ulysses_bytes(shape, work.checkpoint) / u * tokens
         expected += far * message / rate(cost, "all_to_all") if u > 1 else 0.0
         expected += shared_ns(cost, group, node, shape, work.checkpoint)
-    found = int(cost.round_times(work, policy).nic_ns.sum())
+    found = int(round_times(cost, work, policy).nic_ns.sum())
     rounding = sum(len(group.ranks) * (len(group.spans) + 1) for group in work.groups) * 8
     assert found == pytest.approx(expected, rel=1e-6, abs=rounding)
 
@@ -158,9 +159,9 @@ def test_a_linear_layout_moves_linear_work(drawn, data):
     home = work.attention_layout()
     shift = data.draw(st.integers(0, cost.ranks - 1))
     linear = Layout((home.rank + shift) % cost.ranks, home.item, home.start, home.stop)
-    plain = cost.round_times(work, policy)
+    plain = round_times(cost, work, policy)
     for remap in Remap:
-        moved = cost.round_times(replace(work, linear=linear, remap=remap), policy)
+        moved = round_times(cost, replace(work, linear=linear, remap=remap), policy)
         held = np.bincount(linear.rank, linear.sizes, cost.ranks)
         if remap == Remap.ATTENTION:
             rate = cost.engine.compute.linear(policy.checkpoint)
@@ -184,7 +185,7 @@ def test_remapping_by_hand():
     for remap, calls in ((Remap.ATTENTION, 6), (Remap.MLP, 5)):
         assert remap_exchanges(model, remap, Checkpoint.FULL) == (values[remap], calls)
         work = StageMicroBatch(groups, Checkpoint.FULL, linear=linear, remap=remap)
-        times = cost.round_times(work, FULL)
+        times = round_times(cost, work, FULL)
         size = layers * 2 * values[remap]
         slower = max(1000 * size / (450 * 0.73), 600 * size / (50 * 0.76))
         latency = layers * calls * (20 + 10 + 2 * 5) * 1e3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seqloom.dist import Resharder, Transport, run_ranks
 from seqloom.layout import move_between
 from seqloom.layout.move import move_of_rank
-from seqloom.plan import compute_layout, optimiser_layout, step_layout
+from seqloom.plan import compute_layout, optimiser_layout
 from seqloom.plan.parameter_layout import dp_groups
 from support.resharding import Held, ReshardCase, reshard_cases
 from support.strategies import layouts
@@ -116,7 +116,7 @@ def test_values_reach_every_holder_and_gradients_of_all_are_summed(
 def test_stages_that_are_gathered_for_every_pass(case: ReshardCase, strict: bool) -> None:
     wholes = case.wholes(0)
     kept, used = optimiser_layout(case.weights, case.ranks), compute_layout(case.weights, case.pipelines)
-    step = step_layout(case.weights, case.pipelines, case.per_pass)
+    step = compute_layout(case.weights, case.pipelines, case.per_pass)
 
     def columns(rank: int) -> list[tuple[int, ...]]:
         """The ranks that a rank gathers with, of each of its hosts' weight slices."""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.plan_cost import round_times
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import PlanError
 from seqloom.layout import Span
@@ -77,7 +78,7 @@ def test_one_stage_takes_exactly_the_closed_form(drawn):
     ]
     parts = [(group.degree, cost.group_cost(group, policy)) for group, policy in groups]
     works = [current.by_stage[0] for current in plan.pipelines[0].rounds]
-    times = [cost.round_times(work, MemoryPolicy(work.checkpoint, plan.reduce)).rank_ns.sum() for work in works]
+    times = [round_times(cost, work, MemoryPolicy(work.checkpoint, plan.reduce)).rank_ns.sum() for work in works]
     assert found.busy_ns.sum() + found.comm_ns.sum() == sum(times) + cost.ranks * found.end_ns
     if not entry_has_streams(parts):
         slack = sum(degree for degree, _ in parts)  # a rank in several groups: at most 1 ns each

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
-from seqloom.cost.plan_cost import columns
+from seqloom.cost.plan_cost import columns, round_times
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.layout import Span, balanced_token_counts, rebalance_layout
 from seqloom.plan import Group, Method, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch, sort_groups
@@ -74,7 +74,7 @@ def _work(cost: CostModel, policy: MemoryPolicy, groups: list[Group], remap: Rem
     if remap is None:
         return plain
     attention = plain.attention_layout()
-    times = cost.round_times(plain, policy)
+    times = round_times(cost, plain, policy)
     linear = times.parts[:, columns(("linear", "head"))].sum(axis=1)
     held = np.bincount(attention.rank, attention.sizes, cost.ranks).astype(np.int64)
     token_ns = max(1, int(linear.sum() // held.sum()))

@@ -233,7 +233,7 @@ def _do(task: bytes, worlds: dict[int, Communicators]) -> object:
     """Run one task. The communicators of a size are made when it is first used, by all workers."""
     name, ranks, args = pickle.loads(task)
     if ranks not in worlds:
-        worlds[ranks] = Communicators.create(GroupFamily.cached(ranks, node_size=ranks))
+        worlds[ranks] = Communicators(GroupFamily.cached(ranks, node_size=ranks))
     if dist.get_rank() >= ranks:
         return None
     return _find(*name)(TorchTransport(worlds[ranks]), *pickle.loads(args))

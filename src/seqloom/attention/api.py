@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -182,18 +182,17 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     """Run the forward of a planned call, outside of autograd.
 
-    Returns:
-        out [tokens, heads, dim], lse [heads, tokens] if asked for, and what the backward of every group needs.
+    Returns out [tokens, heads, dim], lse [heads, tokens] if asked for, and what the backward of every group needs.
     """
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     redistribute, saved_attention = context.attention_redistribute, cast("SavedAttention", context.saved_attention)
     if saved_attention is not None and saved_attention.replaying:
         return saved_attention.replay(q, k, v, groups, redistribute)
     if redistribute is not None:
-        q, k, v = redistribute.forward(q, k, v)
+        q, k, v = redistribute.to_target(q, k, v)
     out, lse, saved = _forward_groups(q, k, v, groups, with_lse)
     if redistribute is not None:
-        (out,) = redistribute.reversed().forward(out)
+        (out,) = redistribute.to_source(out)
         lse = None if lse is None else redistribute.to_source(lse.T)[0].T
     if saved_attention is not None:
         saved_attention.record(out, lse, saved)
@@ -214,7 +213,7 @@ def attention_backward(
         gradients = torch.zeros_like(dout), dout.new_zeros(shape), dout.new_zeros(shape)
     if redistribute is None:
         return gradients
-    dq, dk, dv = redistribute.backward(*gradients)
+    dq, dk, dv = redistribute.to_source(*gradients)
     return dq, dk, dv
 
 
@@ -234,7 +233,7 @@ def _forward_groups(
         saved = Saved(q, k, v, _as(out, q.dtype), lse)
         return saved.out, lse if with_lse else None, [saved]
     inputs = [(q, k, v)] if len(groups) == 1 else [tuple(take(x, group.rows) for x in (q, k, v)) for group in groups]
-    queue = OverlapQueue(lambda task: _runs(groups[task.group]).forward(task.run, *inputs[task.group]))
+    queue = OverlapQueue(lambda task: _runs(groups[task.group]).forward_runs[task.run].forward(*inputs[task.group]))
     if len(groups) == 1:
         out, saved = _forward_group(groups, 0, inputs[0], queue)
         return out, _local_lse(groups[0], saved) if with_lse else None, [saved]
@@ -280,7 +279,7 @@ def _backward_groups(dout: torch.Tensor, saved: list[Saved], groups: Groups) -> 
         return _as(dq, dout.dtype), _as(dk, dout.dtype), _as(dv, dout.dtype)
     douts = [dout] if len(groups) == 1 else [take(dout, group.rows) for group in groups]
     queue = OverlapQueue(
-        lambda task: _runs(groups[task.group]).backward(task.run, douts[task.group], saved[task.group])
+        lambda task: _runs(groups[task.group]).backward_runs[task.run].backward(douts[task.group], saved[task.group])
     )
     if len(groups) == 1:
         return _backward_group(groups, 0, dout, saved[0], queue)
@@ -335,14 +334,6 @@ def _local_lse(group: GroupAttention, saved: Saved) -> torch.Tensor:
 # -- selective activation checkpointing -------------------------------------------------------------------------------
 
 
-class _Record(NamedTuple):
-    """Results of one attention call: its outputs, and (out, lse) of every group."""
-
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    groups: list[tuple[torch.Tensor, torch.Tensor]]
-
-
 class SavedAttention:
     """Attention results that selective checkpointing keeps of one layer; its recomputation replays them in order.
 
@@ -351,8 +342,8 @@ class SavedAttention:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
-        self._records: list[_Record] = []
+        # Of every call: out, lse, and (out, lse) of every group.
+        self._records: list[tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]] = []
         self._next: int | None = None
 
     @property
@@ -367,7 +358,7 @@ class SavedAttention:
     def record(self, out: torch.Tensor, lse: torch.Tensor | None, saved: list[Saved]) -> None:
         """Keep the results of a call, outside of any graph: the tensors given may become outputs of a graph."""
         groups = [(tensors.out.detach(), tensors.lse.detach()) for tensors in saved]
-        self._records.append(_Record(out.detach(), None if lse is None else lse.detach(), groups))
+        self._records.append((out.detach(), None if lse is None else lse.detach(), groups))
 
     def replay(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, redistribute: TokenRedistribute | None
@@ -375,12 +366,12 @@ class SavedAttention:
         """Return the results of the next recorded call, given its recomputed inputs; see `attention_forward`."""
         number = cast("int", self._next)
         self._next = number + 1
-        record = self._records[number]
+        out, lse, parts = self._records[number]
         if redistribute is not None:
-            q, k, v = redistribute.forward(q, k, v)
+            q, k, v = redistribute.to_target(q, k, v)
         saved = []
-        for group, (out, lse) in zip(groups, record.groups, strict=True):
+        for group, (group_out, group_lse) in zip(groups, parts, strict=True):
             inputs = tuple(take(x, group.rows) for x in (q, k, v)) if len(groups) > 1 else (q, k, v)
             own_q, own_k, own_v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
-            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, out, lse)))
-        return record.out.detach(), None if record.lse is None else record.lse.detach(), saved
+            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, group_out, group_lse)))
+        return out.detach(), None if lse is None else lse.detach(), saved

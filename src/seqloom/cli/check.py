@@ -7,8 +7,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from seqloom.cli import shared
+from seqloom.errors import import_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,15 +19,12 @@ if TYPE_CHECKING:
     from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
     from seqloom.train.config import Config
 
-Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes of the run; without it, the config's.")]
-Batches = Annotated[int, typer.Option("--batches", help="First batches that are planned.")]
-
 
 def check(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
-    ranks: Ranks = None,
-    batches: Batches = 8,
+    ranks: Annotated[int | None, Option(help="Processes of the run; without it, the config's.")] = None,
+    batches: Annotated[int, Option(help="First batches that are planned.")] = 8,
     json: shared.AsJson = False,
 ) -> None:
     """Say what a training run will be before it is launched: data, steps, predicted times and memory.
@@ -56,7 +55,7 @@ def check(
 
 def _check_huggingface(config: Config, *, with_stages: bool) -> None:
     """Refuse a Hugging Face model that the engine cannot run, or not in stages. Loads no weights."""
-    shared.require_torch("a Hugging Face model", "train,hf")
+    import_extra("a Hugging Face model", "train,hf", "torch")
     import torch
 
     from seqloom.integrations.transformers.loading import build_huggingface

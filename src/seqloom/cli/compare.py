@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from seqloom.cli import shared
 
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 Planners = Annotated[
     str,
-    typer.Option(
-        "--planners",
+    Option(
         help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages, hydraulis needs sharding "
-        "free. Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
+        "free. Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin."
     ),
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Sequences per batch.")]
-Batches = Annotated[int, typer.Option("--batches", help="Batches to plan.")]
 
 
 def compare(
@@ -34,8 +31,8 @@ def compare(
     profile: shared.Profile = None,
     sharding: shared.Sharding = "full",
     planners: Planners = "static,adaptive,flex,zones,auto",
-    batch_size: BatchSize = 512,
-    batches: Batches = 1,
+    batch_size: Annotated[int, Option(help="Sequences per batch.")] = 512,
+    batches: Annotated[int, Option(help="Batches to plan.")] = 1,
     skip: shared.Skip = 0,
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,

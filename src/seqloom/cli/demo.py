@@ -67,7 +67,7 @@ vocabulary = 257
 tied = true
 """
 
-Out = Annotated[Path, typer.Option("--out", help="Where auto's plan is written: .json or .txt.")]
+Out = Annotated[Path, typer.Option(help="Where auto's plan is written: .json or .txt.")]
 Train = Annotated[bool, typer.Option("--train/--no-train", help="End by training a tiny model on this machine.")]
 
 
@@ -86,10 +86,10 @@ def demo(
     """
     from seqloom.api import cost_model
     from seqloom.cli.compare import comparison
-    from seqloom.view import save_picture
+    from seqloom.cli.doctor import probe
 
     shared.check_output(out)
-    shared.check_picture(picture)
+    shared.check_output(picture, "picture", (".svg",))
     names, left_out = installed_planners()
     cost = cost_model(CLUSTER, MODEL, profile=PROFILE, max_length=MAX_LENGTH)
     workload = shared.Workload.by_count(shared.Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
@@ -97,19 +97,26 @@ def demo(
         row = evaluate_batch(names, workload.batches[0], cost, seed, progress)
     row["auto"].plan.save(out)
 
+    no_torch = "" if probe("torch").version else "training needs torch: pip install 'seqloom[train]'"
+
     def content() -> dict[str, Any]:
-        compared = comparison(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out))
-        return compared | ({"training": _training_dict(seed)} if train else {})
+        result = comparison(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out))
+        if train and no_torch:
+            result["training"] = {"left_out": no_torch}
+        elif train:
+            result["training"] = {name: run["summary"] for name, run in train_twice(seed, show=False).items()}
+        return result
 
     def draw(console: Console) -> None:
         _draw_planning(console, cost, workload, row, left_out)
         _print_closing(row, out)
-        if train:
-            _draw_training(console, seed)
+        if train and no_torch:
+            shared.print_lines(console, "", f"A tiny model would be trained here now; {no_torch}.")
+        elif train:
+            console.print("\nAnd now for real: a tiny model, trained with a fixed degree and with a plan per step.")
+            draw_runs(console, train_twice(seed, show=True))
 
-    shared.report(json, content, draw)
-    if picture is not None:
-        save_picture(picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
+    shared.report(json, content, draw, picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
 
 
 def installed_planners() -> tuple[list[str], dict[str, str]]:
@@ -117,7 +124,7 @@ def installed_planners() -> tuple[list[str], dict[str, str]]:
     from seqloom.cli.doctor import probe
 
     solver = probe("highspy")
-    if solver.available:
+    if solver.version:
         return list(PLANNERS), {}
     why = f"its solver highspy is {solver.problem}: pip install 'seqloom[exact]'"
     return [name for name in PLANNERS if name != "flexsp"], {"flexsp": why}
@@ -212,29 +219,6 @@ def train_twice(seed: int, *, show: bool) -> dict[str, dict[str, Any]]:
             summary = train_on_processes(config, RANKS, show=show)
             runs[name] = {"summary": summary, "steps": read_steps(config.metrics)}
     return runs
-
-
-def _why_no_training() -> str | None:
-    from seqloom.cli.doctor import probe
-
-    return None if probe("torch").available else "training needs torch: pip install 'seqloom[train]'"
-
-
-def _training_dict(seed: int) -> dict[str, Any]:
-    """Return the summaries of the training runs by planner, or why there are none, by JSON keys."""
-    missing = _why_no_training()
-    if missing is not None:
-        return {"left_out": missing}
-    return {name: run["summary"] for name, run in train_twice(seed, show=False).items()}
-
-
-def _draw_training(console: Console, seed: int) -> None:
-    missing = _why_no_training()
-    if missing is not None:
-        shared.print_lines(console, "", f"A tiny model would be trained here now; {missing}.")
-        return
-    console.print("\nAnd now for real: a tiny model, trained with a fixed degree and with a plan per step.")
-    draw_runs(console, train_twice(seed, show=True))
 
 
 def draw_runs(console: Console, runs: dict[str, dict[str, Any]]) -> None:

@@ -12,6 +12,8 @@ from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
 
@@ -39,14 +41,9 @@ class Package(NamedTuple):
     version: str | None
     problem: str | None
 
-    @property
-    def available(self) -> bool:
-        """Whether the package can be used."""
-        return self.version is not None
 
-
-Choice = dict[str, str | None]
-"""What is chosen (None: nothing can be) and why, by JSON keys."""
+Choice = tuple[str | None, str]
+"""What is chosen (None: nothing can be) and why."""
 
 
 def doctor(cluster: shared.Cluster = "8x8xH100", json: shared.AsJson = False) -> None:
@@ -74,14 +71,8 @@ def examine(cluster: str) -> dict[str, Any]:
             extra.extra: {"package": extra.package, "purpose": extra.purpose, **packages[extra.package]._asdict()}
             for extra in EXTRAS
         },
-        "gpus": _gpus() if packages["torch"].available else [],
-        "choices": {
-            "planner loops": _planner_loops(packages["numba"]),
-            "exact solver": _exact_solver(packages["highspy"]),
-            "profile": _profile(cluster),
-            **_torch_choices(packages["torch"]),
-            "GPU allocator": _allocator(),
-        },
+        "gpus": _gpus() if packages["torch"].version else [],
+        "choices": {what: {"choice": choice, "why": why} for what, (choice, why) in _choices(packages, cluster)},
     }
 
 
@@ -108,42 +99,39 @@ def _gpus() -> list[dict[str, Any]]:
     return [{"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices]
 
 
-def _choice(choice: str | None, why: str) -> Choice:
-    return {"choice": choice, "why": why}
+def _choices(packages: dict[str, Package], cluster: str) -> Iterator[tuple[str, Choice]]:
+    numba, highspy, torch = packages["numba"], packages["highspy"], packages["torch"]
+    compiled = "compiled", f"numba {numba.version} is here; same plans as the plain loops"
+    plain = "plain", f"numba {numba.problem}; same plans, slower: pip install 'seqloom[fast]'"
+    yield "planner loops", compiled if numba.version else plain
+    no_solver = None, f"highspy {highspy.problem}; planners exact and flexsp need pip install 'seqloom[exact]'"
+    yield "exact solver", ("highs", f"highspy {highspy.version} is here") if highspy.version else no_solver
+    yield "profile", _profile(cluster)
+    no_torch = None, f"torch {torch.problem}; running plans needs pip install 'seqloom[train]'"
+    yield "torch operators", _torch_operators(torch.version) if torch.version else no_torch
+    yield "attention", _attention_kernels() if torch.version else no_torch
+    yield "GPU allocator", _allocator()
 
 
-def _planner_loops(numba: Package) -> Choice:
-    if numba.available:
-        return _choice("compiled", f"numba {numba.version} is here; same plans as the plain loops")
-    return _choice("plain", f"numba {numba.problem}; same plans, slower: pip install 'seqloom[fast]'")
-
-
-def _exact_solver(highspy: Package) -> Choice:
-    if highspy.available:
-        return _choice("highs", f"highspy {highspy.version} is here")
-    return _choice(None, f"highspy {highspy.problem}; planners exact and flexsp need pip install 'seqloom[exact]'")
-
-
-def _torch_choices(torch: Package) -> dict[str, Choice]:
-    """Return what running plans would use: private operators of torch, and attention kernels."""
-    if not torch.available:
-        missing_torch = _choice(None, f"torch {torch.problem}; running plans needs pip install 'seqloom[train]'")
-        return {"torch operators": missing_torch, "attention": missing_torch}
-    from torch import cuda, device
-
-    from seqloom.attention.kernels.dispatch import available_kernels, unavailable_kernels
+def _torch_operators(version: str) -> Choice:
     from seqloom.compat import check_operators
 
     try:
         check_operators()
-        operators = _choice("as expected", f"torch {torch.version} has the private operators that kernels call")
     except SeqloomError as error:
-        operators = _choice(None, str(error))
+        return None, str(error)
+    return "as expected", f"torch {version} has the private operators that kernels call"
+
+
+def _attention_kernels() -> Choice:
+    from torch import cuda, device
+
+    from seqloom.attention.kernels.dispatch import available_kernels, unavailable_kernels
+
     place = device("cuda", 0) if cuda.is_available() else device("cpu")
     names = ", ".join(kernel.capabilities.name for kernel in available_kernels(place))
     absent = "".join(f"; {name}: {why}" for name, why in unavailable_kernels(place).items())
-    kernels = _choice(names, f"kernels for {place.type}, in order of preference{absent}")
-    return {"torch operators": operators, "attention": kernels}
+    return names, f"kernels for {place.type}, in order of preference{absent}"
 
 
 def _allocator() -> Choice:
@@ -151,9 +139,9 @@ def _allocator() -> Choice:
 
     environment = user_allocator_setting()
     if environment is not None:
-        return _choice(environment, "set by the environment; left as it is")
+        return environment, "set by the environment; left as it is"
     why = f"given to the processes that seqloom train starts; under torchrun set {ALLOCATOR_VARIABLES[0]} yourself"
-    return _choice(ALLOCATOR_SETTING, why)
+    return ALLOCATOR_SETTING, why
 
 
 def _profile(cluster: str) -> Choice:
@@ -164,8 +152,8 @@ def _profile(cluster: str) -> Choice:
     try:
         profile = Profile.for_device(device)
     except SeqloomError as error:
-        return _choice(None, str(error))
-    return _choice(profile.name, f"lists the device {device} of {cluster}; --profile NAME overrides it")
+        return None, str(error)
+    return profile.name, f"lists the device {device} of {cluster}; --profile NAME overrides it"
 
 
 def _draw(console: Console, report: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from seqloom.cli import shared
 from seqloom.errors import SeqloomError
@@ -22,26 +23,20 @@ if TYPE_CHECKING:
     from seqloom.cost import CostModel
     from seqloom.planners.hydraulis import Strategy
 
-StepTokens = Annotated[int, typer.Option("--tokens-per-step", help="Tokens of an optimiser step.")]
-Sequences = Annotated[int, typer.Option("--sequences", help="Sequences that stand for the data; a file is read whole.")]
-Steps = Annotated[int, typer.Option("--steps", help="Steps of the data on which the strategies are tried.")]
-Most = Annotated[int, typer.Option("--most", help="Strategies to propose, at most.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", help="Write the strategies to this .json file, for plan.strategies of a config.")
-]
+Out = Annotated[Path | None, Option(help="Write the strategies to this .json file, for plan.strategies of a config.")]
 
 
 def propose(
     lengths: shared.Lengths,
     cluster: shared.Cluster,
     model: shared.Model,
-    tokens_per_step: StepTokens,
+    tokens_per_step: Annotated[int, Option(help="Tokens of an optimiser step.")],
     max_length: shared.MaxLength = None,
     profile: shared.Profile = None,
     budget_gib: shared.BudgetGib = None,
-    sequences: Sequences = 20_000,
-    steps: Steps = 32,
-    most: Most = 8,
+    sequences: Annotated[int, Option(help="Sequences that stand for the data; a file is read whole.")] = 20_000,
+    steps: Annotated[int, Option(help="Steps of the data on which the strategies are tried.")] = 32,
+    most: Annotated[int, Option(help="Strategies to propose, at most.")] = 8,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     out: Out = None,

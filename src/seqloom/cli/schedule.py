@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from seqloom.cli import shared
 from seqloom.errors import SeqloomError
@@ -20,53 +20,37 @@ if TYPE_CHECKING:
 
 MAX_DENOMINATOR, MAX_TIME = 10**9, 10**9
 """Times are rounded to one part in the first and may not exceed the second."""
+Durations = tuple[Fraction, Fraction, Fraction]
+"""Forward, input half and weight half of the backward."""
 
 Name = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="NAME",
         help="gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2, zb-v, v-half, v-min, terapipe, seq1f1b, "
         "seq1f1b-i, seq1f1b-zb or balanced.",
     ),
 ]
-Stages = Annotated[int | None, typer.Option("--stages", help="Pipeline ranks.")]
-MicroBatches = Annotated[int | None, typer.Option("--micro-batches", help="Sequences of a step.")]
-Pieces = Annotated[
-    str, typer.Option("--pieces", help="Pieces of every sequence, or one number per sequence such as 4,2,1.")
-]
-Chunks = Annotated[
-    int | None,
-    typer.Option("--chunks", help="Stages per pipeline rank; without it, the least the schedule takes."),
-]
-Times = Annotated[
-    str,
-    typer.Option(
-        "--times", help="Forward, input half and weight half of the backward, of a micro-batch on a pipeline rank."
-    ),
-]
-Memory = Annotated[
-    float | None,
-    typer.Option(
-        "--memory", help="Micro-batches that a pipeline rank may hold; what holds more is refused, balanced fits in."
-    ),
-]
-File = Annotated[
-    Path | None,
-    typer.Option("--file", help="Read the schedule from this .csv file: a line per pipeline rank, actions 0F3."),
-]
-Csv = Annotated[Path | None, typer.Option("--csv", help="Write the schedule to this .csv file.")]
+Chunks = Annotated[int | None, Option(help="Stages per pipeline rank; without it, the least the schedule takes.")]
 
 
 def schedule(
     name: Name = None,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    pieces: Pieces = "1",
+    stages: Annotated[int | None, Option(help="Pipeline ranks.")] = None,
+    micro_batches: Annotated[int | None, Option(help="Sequences of a step.")] = None,
+    pieces: Annotated[str, Option(help="Pieces of every sequence, or one number per sequence such as 4,2,1.")] = "1",
     chunks: Chunks = None,
-    times: Times = "1,1,1",
-    memory: Memory = None,
-    file: File = None,
-    csv: Csv = None,
+    times: Annotated[
+        str, Option(help="Forward, input half and weight half of the backward, of a micro-batch on a pipeline rank.")
+    ] = "1,1,1",
+    memory: Annotated[
+        float | None,
+        Option(help="Micro-batches that a pipeline rank may hold; what holds more is refused, balanced fits in."),
+    ] = None,
+    file: Annotated[
+        Path | None, Option(help="Read the schedule from this .csv file: a line per pipeline rank, actions 0F3.")
+    ] = None,
+    csv: Annotated[Path | None, Option(help="Write the schedule to this .csv file.")] = None,
     picture: shared.Picture = None,
     json: shared.AsJson = False,
 ) -> None:
@@ -77,18 +61,17 @@ def schedule(
         seqloom schedule seq1f1b --stages 4 --micro-batches 4 --pieces 2
         seqloom schedule --file mine.csv --pieces 2 --times 1,1.6,0.6
     """
+    from seqloom.schedules.schedule import to_csv
     from seqloom.schedules.timing import schedule_metrics
 
-    shared.check_picture(picture)
+    shared.check_output(picture, "picture", (".svg",))
     shared.check_output(csv, "schedule", (".csv",))
     durations, limit, counts = parse_times(times), _parse_memory(memory), _parse_pieces(pieces)
-    if file is None:
-        built = _build(name, stages, micro_batches, counts, chunks, durations, limit)
-    else:
-        built = _load(file, name, counts, limit, {"stages": stages, "micro_batches": micro_batches, "chunks": chunks})
+    sizes = {"stages": stages, "micro_batches": micro_batches, "pieces": counts, "chunks": chunks}
+    built = _build(name, durations, limit, **sizes) if file is None else _load(file, name, limit, **sizes)
     metrics = schedule_metrics(built, *durations)
     if csv is not None:
-        csv.write_text(built.to_csv())
+        csv.write_text(to_csv(built.rows))
     shared.report(
         json,
         lambda: _as_dict(built, durations, metrics),
@@ -98,7 +81,7 @@ def schedule(
     )
 
 
-def parse_times(text: str) -> tuple[Fraction, Fraction, Fraction]:
+def parse_times(text: str) -> Durations:
     """Read F,B,W: three numbers, the first above 0."""
     try:
         values = [Fraction(part.strip()).limit_denominator(MAX_DENOMINATOR) for part in text.split(",")]
@@ -131,37 +114,27 @@ def _parse_pieces(text: str) -> int | list[int]:
     return values[0] if len(values) == 1 else values
 
 
-def _build(
-    name: str | None,
-    stages: int | None,
-    micro_batches: int | None,
-    pieces: int | list[int],
-    chunks: int | None,
-    durations: tuple[Fraction, Fraction, Fraction],
-    limit: Fraction | None,
-) -> Schedule:
+def _build(name: str | None, durations: Durations, limit: Fraction | None, **sizes: Any) -> Schedule:
     """Build the schedule of that name and size."""
     from seqloom.schedules import build_schedule
 
-    if micro_batches is None and isinstance(pieces, list):
-        micro_batches = len(pieces)
-    if name is None or stages is None or micro_batches is None:
-        given = {"a NAME": name, "--stages": stages, "--micro-batches": micro_batches}
-        missing = [what for what, value in given.items() if value is None]
+    if sizes["micro_batches"] is None and isinstance(sizes["pieces"], list):
+        sizes["micro_batches"] = len(sizes["pieces"])
+    given = {"a NAME": name, "--stages": sizes["stages"], "--micro-batches": sizes["micro_batches"]}
+    missing = [what for what, value in given.items() if value is None]
+    if name is None or missing:
         raise SeqloomError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; a schedule needs a name, stages "
             "and micro-batches, or a --file; try: seqloom schedule seq1f1b --stages 4 --micro-batches 4 --pieces 2"
         )
     scale = math.lcm(*(value.denominator for value in durations))
     forward, backward, weights = (int(value * scale) for value in durations)
-    built = build_schedule(name, stages, micro_batches, pieces, chunks, (forward, backward, weights), limit)
+    built = build_schedule(name, **sizes, times=(forward, backward, weights), memory=limit)
     built.validate()
     return built
 
 
-def _load(
-    file: Path, name: str | None, pieces: int | list[int], limit: Fraction | None, given: dict[str, int | None]
-) -> Schedule:
+def _load(file: Path, name: str | None, limit: Fraction | None, *, pieces: Any, **sizes: int | None) -> Schedule:
     """Read a schedule file and refuse options that contradict it."""
     from seqloom.schedules import Schedule
     from seqloom.schedules.registry import check_memory
@@ -174,10 +147,10 @@ def _load(
         ) from None
     built = Schedule.from_csv(text, name or file.name, pieces)
     for key, size in _size(built).items():
-        if given.get(key, size) not in (None, size):
+        if sizes.get(key, size) not in (None, size):
             option = "--" + key.replace("_", "-")
             raise SeqloomError(
-                f"{option} {given[key]}, but {str(file)!r} has {size}; leave {option} out, or use {size}"
+                f"{option} {sizes[key]}, but {str(file)!r} has {size}; leave {option} out, or use {size}"
             )
     if limit is not None:
         check_memory(built, limit)
@@ -196,9 +169,7 @@ def _size(built: Schedule) -> dict[str, Any]:
     }
 
 
-def _as_dict(
-    built: Schedule, durations: tuple[Fraction, Fraction, Fraction], metrics: ScheduleMetrics
-) -> dict[str, Any]:
+def _as_dict(built: Schedule, durations: Durations, metrics: ScheduleMetrics) -> dict[str, Any]:
     return {
         "schedule": built.name,
         **_size(built),

@@ -6,17 +6,19 @@ that ``seqloom --help`` stays fast.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -29,55 +31,29 @@ if TYPE_CHECKING:
 
 # Options.
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn at random.")]
-Cluster = Annotated[
-    str, typer.Option("--cluster", help="Preset, spelling such as 8x8xH100 (nodes x GPUs x kind), or file.")
-]
-Model = Annotated[str, typer.Option("--model", help="Preset, or path to a Hugging Face config.json.")]
-Profile = Annotated[
-    str | None,
-    typer.Option("--profile", help="Constants by name or file; without it, those of the cluster's device."),
-]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
+Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
+Cluster = Annotated[str, Option(help="Preset, spelling such as 8x8xH100 (nodes x GPUs x kind), or file.")]
+Model = Annotated[str, Option(help="Preset, or path to a Hugging Face config.json.")]
+Profile = Annotated[str | None, Option(help="Constants by name or file; without it, those of the cluster's device.")]
 Sharding = Annotated[
     str,
-    typer.Option(
-        "--sharding",
-        help="Parameters are sharded over all GPUs (full), a node (hybrid) or none; free: they move at every step.",
-    ),
+    Option(help="Parameters are sharded over all GPUs (full), a node (hybrid) or none; free: they move at every step."),
 ]
 BudgetGib = Annotated[
-    float | None,
-    typer.Option("--budget-gib", help="Memory per GPU that a plan may use; else the profile's, or 0.9 of the GPU's."),
+    float | None, Option(help="Memory per GPU that a plan may use; else the profile's, or 0.9 of the GPU's.")
 ]
-Lengths = Annotated[
-    str,
-    typer.Option("--lengths", help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin."),
-]
-Skip = Annotated[int, typer.Option("--skip", help="Batches to skip at the beginning.")]
-MaxLength = Annotated[
-    int | None,
-    typer.Option("--max-length", help="Longest sequence of the run, tokens; longer ones are dropped first."),
-]
-Column = Annotated[
-    str | None, typer.Option("--column", help="Column, field or array to read where a file has several.")
-]
-Tokenizer = Annotated[
-    str | None, typer.Option("--tokenizer", help="Counts a column of texts: bytes, or a tokenizer.json.")
-]
-Picture = Annotated[
-    Path | None, typer.Option("--picture", help="Write what is shown to this .svg file as well, in colour.")
-]
-ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
+Lengths = Annotated[str, Option(help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin.")]
+Skip = Annotated[int, Option(help="Batches to skip at the beginning.")]
+MaxLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens; longer ones are dropped first.")]
+Column = Annotated[str | None, Option(help="Column, field or array to read where a file has several.")]
+Tokenizer = Annotated[str | None, Option(help="Counts a column of texts: bytes, or a tokenizer.json.")]
+Picture = Annotated[Path | None, Option(help="Write what is shown to this .svg file as well, in colour.")]
+ConfigFile = Annotated[Path, Argument(help="A training config, .toml.", metavar="CONFIG")]
+Overrides = Annotated[list[str] | None, Option("--set", help="section.key=value, instead of the config's.")]
 
 
 # Output.
-
-
-def print_json(value: Any) -> None:
-    """Print one JSON object on stdout."""
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def report(
@@ -86,10 +62,11 @@ def report(
     draw: Callable[[Console], None],
     picture: Path | None = None,
     title: str = "",
+    draw_picture: Callable[[Console], None] | None = None,
 ) -> None:
-    """Print a result as JSON or as text on stdout; draw the text to a picture file too, if there is one."""
+    """Print a result as JSON or as text on stdout; draw the text, or another, to a picture file if there is one."""
     if as_json:
-        print_json(content())
+        typer.echo(json.dumps(content(), indent=2, allow_nan=False))
     else:
         from rich.console import Console
 
@@ -97,7 +74,7 @@ def report(
     if picture is not None:
         from seqloom.view import save_picture
 
-        save_picture(picture, title, draw)
+        save_picture(picture, title, draw_picture or draw)
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -117,11 +94,6 @@ def check_output(path: Path | None, what: str = "plan", suffixes: tuple[str, ...
         raise SeqloomError(f"{str(path)!r} {wrong}; choose another file")
 
 
-def check_picture(path: Path | None) -> None:
-    """Refuse, before any work, a picture file that cannot be written."""
-    check_output(path, "picture", (".svg",))
-
-
 # Arguments and the installation.
 
 
@@ -131,20 +103,6 @@ def split_names(text: str, what: str, example: str) -> list[str]:
     if not names:
         raise SeqloomError(f"no {what} in {text!r}; name at least one, for example {example}")
     return names
-
-
-def check_dtype(name: str, dtypes: Sequence[str]) -> None:
-    """Refuse a name that is not one of the dtypes."""
-    if name not in dtypes:
-        raise unknown_name("dtype", name, dtypes)
-
-
-def require_torch(purpose: str, extras: str = "train") -> None:
-    """Refuse to go on without torch, and say how to install it."""
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise SeqloomError(f"{purpose} needs torch ({error}); pip install 'seqloom[{extras}]'") from None
 
 
 def under_torchrun(ranks: int | None) -> bool:
@@ -171,14 +129,8 @@ def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
-        started = 0
-
-        def step(description: str) -> None:
-            nonlocal started
-            bar.update(task, completed=started, description=description)
-            started += 1
-
-        yield step
+        done = itertools.count()
+        yield lambda description: bar.update(task, completed=next(done), description=description)
 
 
 @contextmanager
@@ -211,27 +163,20 @@ class Source:
         """
         from seqloom.describe import drop_longer, lengths_from
 
-        if count > MAX_SAMPLED and self.sampled:
+        if count > MAX_SAMPLED and self.note is not None:
             raise SeqloomError(
                 f"{count:,} sequences of sampler {self.name} are wanted, at most {MAX_SAMPLED:,} are drawn; "
                 "take fewer or smaller batches"
             )
-        lengths = lengths_from(
-            self.name,
-            seed=self.seed,
-            count=max(1, count),
-            max_length=self.max_length,
-            column=self.column,
-            tokenizer=self.tokenizer,
-        )
-        return drop_longer(lengths, self.max_length)
+        options = asdict(self)
+        return drop_longer(lengths_from(options.pop("name"), count=max(1, count), **options), self.max_length)
 
     @property
-    def sampled(self) -> bool:
-        """Whether the name is a sampler's."""
-        from seqloom.describe import SAMPLERS
+    def note(self) -> str | None:
+        """What a sampler says about its origin; None for a file."""
+        from seqloom.describe import SAMPLERS, sampler
 
-        return self.name in SAMPLERS
+        return sampler(self.name).note if self.name in SAMPLERS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +202,7 @@ class Workload:
 
         count = 1024
         lengths, dropped = source.read(count)
-        while source.sampled and lengths.sum() <= (skip + 1) * max(budget, int(lengths.max())):
+        while source.note is not None and lengths.sum() <= (skip + 1) * max(budget, int(lengths.max())):
             count *= 2
             lengths, dropped = source.read(count)
         return cls(source, tuple(batches_by_tokens(lengths, budget, skip=skip, count=1)), dropped)
@@ -270,18 +215,11 @@ class Workload:
         lengths, dropped = source.read(count)
         return cls(source, (Batch.of(lengths),), dropped)
 
-    @property
-    def sampler_note(self) -> str | None:
-        """What a sampler says about its origin; None for a file."""
-        from seqloom.describe import sampler
-
-        return sampler(self.source.name).note if self.source.sampled else None
-
     def as_dict(self) -> dict[str, Any]:
         """Return where the sequences come from, by JSON keys."""
         return {
             "lengths": self.source.name,
-            "sampler": self.sampler_note,
+            "sampler": self.source.note,
             "max_length": self.source.max_length,
             "dropped": self.dropped,
             "seed": self.source.seed,
@@ -289,7 +227,7 @@ class Workload:
 
     def notes(self) -> list[str]:
         """Return lines for the reader of a table: a sampler's origin, and what was dropped."""
-        lines = [f"sampler {self.source.name}: {self.sampler_note}"] if self.sampler_note else []
+        lines = [f"sampler {self.source.name}: {self.source.note}"] if self.source.note else []
         if self.dropped:
             lines.append(f"{self.dropped:,} sequences above {self.source.max_length:,} tokens dropped first")
         return lines

@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, import_extra, unknown_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,14 +24,7 @@ if TYPE_CHECKING:
 DTYPES = ("float64", "float32")
 USUAL_PLANNERS = "static,adaptive,flex,zones"
 
-Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes to start here; without it, the config's.")]
-Planners = Annotated[
-    str | None,
-    typer.Option("--planners", help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages."),
-]
-ThreadRanks = Annotated[int | None, typer.Option("--ranks", help="Threads that play ranks; without it, the config's.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="float64, or float32 with a wider tolerance.")]
-Batches = Annotated[int, typer.Option("--batches", help="Steps that are compared.")]
+Ranks = Annotated[int | None, Option(help="Processes to start here; without it, the config's.")]
 
 
 def train(
@@ -46,7 +40,7 @@ def train(
         seqloom train recipes/tiny-cpu.toml --ranks 4
         torchrun --nproc-per-node 4 -m seqloom train recipes/tiny-cpu.toml
     """
-    shared.require_torch("seqloom train", "train,data")
+    import_extra("seqloom train", "train,data", "torch")
     from seqloom.train.config import Config
     from seqloom.train.launch import train_on_processes, train_under_torchrun
 
@@ -56,17 +50,13 @@ def train(
         summary = train_under_torchrun(loaded, model_family=family, show=not json)
     else:
         summary = train_on_processes(loaded, ranks or loaded.run.ranks, model_family=family, show=not json)
-    if not summary:  # another rank than the first
-        return
-    if json:
-        shared.print_json(summary)
-        return
-    typer.echo(
-        f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
-        f"{summary['tokens_per_second'] or 0:,.0f} tokens/s"
-    )
-    typer.echo(f"checkpoints and metrics: {loaded.run.output}")
-    typer.echo(f"trained model: {loaded.run.output / 'model'}")
+    if summary:  # of the first rank
+        text = (
+            f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
+            f"{summary['tokens_per_second'] or 0:,.0f} tokens/s\ncheckpoints and metrics: {loaded.run.output}\n"
+            f"trained model: {loaded.run.output / 'model'}"
+        )
+        shared.report(json, lambda: summary, lambda _: typer.echo(text))
 
 
 def model_family_of(config: Config) -> ModelFamily:
@@ -83,10 +73,12 @@ def model_family_of(config: Config) -> ModelFamily:
 def verify(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
-    planners: Planners = None,
-    ranks: ThreadRanks = None,
-    dtype: Dtype = "float64",
-    batches: Batches = 1,
+    planners: Annotated[
+        str | None, Option(help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages.")
+    ] = None,
+    ranks: Annotated[int | None, Option(help="Threads that play ranks; without it, the config's.")] = None,
+    dtype: Annotated[str, Option(help="float64, or float32 with a wider tolerance.")] = "float64",
+    batches: Annotated[int, Option(help="Steps that are compared.")] = 1,
     json: shared.AsJson = False,
 ) -> None:
     """Show that a plan does not change the result: loss, gradient norm and every gradient.
@@ -100,10 +92,11 @@ def verify(
         seqloom verify recipes/tiny-cpu.toml --planners static,flex,pipeline:2
     """
     names = shared.split_names(USUAL_PLANNERS if planners is None else planners, "planner", USUAL_PLANNERS)
-    shared.check_dtype(dtype, DTYPES)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
     if batches < 1:
         raise SeqloomError(f"{batches} batches to compare; give at least one")
-    shared.require_torch("seqloom verify")
+    import_extra("seqloom verify", "train", "torch")
     from seqloom.train.config import Config
 
     rows = _verify_batches(Config.load(config, overrides or []), names, ranks, dtype, batches, planners is None)

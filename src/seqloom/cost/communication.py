@@ -3,7 +3,7 @@
 First the messages are counted: how many stay in a node (NVLink), leave it, and through which NICs (`group_traffic`).
 Then a `Flow` says how long they take, sent directly (`direct_flow`) or spread over all NICs of a node as in Zeppelin
 (`routed_flow`). `Communication` has the volumes: Ulysses' all-to-all, the ring, the all-gather of keys and values,
-tensor parallelism, collectives over parameters, and messages between pipeline stages; `RemapTimes` the change between
+tensor parallelism, collectives over parameters, and messages between pipeline stages; `remap_times` the change between
 the attention and the linear layout.
 
 Volumes are bytes sent per GPU and per token of the group, all layers, forward and backward.
@@ -28,8 +28,8 @@ from seqloom.plan import Checkpoint, Method, Remap
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from seqloom.cost.profile import AnalyticProfile
-    from seqloom.describe import Cluster, ModelSpec
+    from seqloom.cost.profile import AnalyticProfile, LinkRate
+    from seqloom.describe import Cluster, Link, ModelSpec
     from seqloom.layout import Layout
     from seqloom.plan import Stage, StageMicroBatch
 
@@ -66,29 +66,15 @@ class GroupTraffic(NamedTuple):
     tensor: MessageCounts = MessageCounts()
 
 
-class NicLoad(NamedTuple):
-    """How a group's traffic spreads over NICs, as shares (0 to 1) of the busiest one's. Columns of equal length."""
-
-    node: np.ndarray  # int64[n]
-    nic: np.ndarray  # int64[n] in its node
-    ulysses: np.ndarray  # float64[n]
-    kv: np.ndarray  # float64[n]
-    tensor: np.ndarray  # float64[n]
-
-
 @lru_cache(maxsize=8192)
 def group_traffic(
     ranks: Sequence[int], shape: GroupShape, nic_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
 ) -> GroupTraffic:
-    """Count the messages of the group on these ranks, wherever they lie.
+    """Count the messages of the group on these ranks, wherever they lie; ``nic_of`` names the NIC near a node's ranks.
 
-    Args:
-        ranks: of the group, in order. Ulysses is the inner axis: rank ``i`` of the group has Ulysses index
-            ``i % ulysses`` and ring index ``i // ulysses``.
-        shape: of the group.
-        nic_of: the NIC near each rank of a node.
-        route: how the ring's or gather's messages cross; None: each through its own NIC.
-        tensor: tensor parallel degree, the innermost axis: heads are exchanged among ranks of one tensor index.
+    Ulysses is the inner axis: rank ``i`` of the group has Ulysses index ``i % ulysses`` and ring index
+    ``i // ulysses``. Tensor is the innermost: heads are exchanged among ranks of one tensor index. Messages of the ring
+    or gather cross by the route, without one each through its own NIC.
     """
     if len(ranks) == 1:
         return GroupTraffic()
@@ -116,8 +102,7 @@ def nodes_and_nics(ranks: Sequence[int], nic_of: tuple[int, ...]) -> tuple[np.nd
 def _messages(node: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """(intra, inter) int64[ranks] messages of every rank, by kind in the order of `GroupTraffic`, tensor last.
 
-    Args:
-        node: int64[ring, ulysses beyond tensor, tensor] of every rank.
+    ``node`` is int64[ring, ulysses beyond tensor, tensor], of every rank.
     """
     ring, inner, tensor = node.shape
     far_heads = (node[:, :, None] != node[:, None, :]).sum(axis=2)
@@ -138,8 +123,11 @@ def _messages(node: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 @lru_cache(maxsize=8192)
 def nic_load(
     ranks: Sequence[int], shape: GroupShape, nic_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
-) -> NicLoad:
-    """Find the NICs that a group uses, and how much of what the busiest one carries. Arguments as `group_traffic`."""
+) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
+    """Find the (node, NIC in it) that a group uses, and how much of what the busiest one carries.
+
+    The latter are float64[n] shares from 0 to 1 of Ulysses, keys and values, tensor. Arguments as `group_traffic`.
+    """
     nics = max(nic_of) + 1
     node, nic = nodes_and_nics(ranks, nic_of)
     proxy_node, proxy_nic = (node, nic) if route is None else nodes_and_nics(route.proxies, nic_of)
@@ -151,8 +139,7 @@ def nic_load(
         node_out = np.bincount(node, weights=keys, minlength=every // nics)
         kv = np.bincount(proxy_nic, weights=node_out[proxy_node], minlength=every)
     used = np.flatnonzero(ulysses + kv + tensor_load)
-    shares = (load[used] / max(load.max(), 1.0) for load in (ulysses, kv, tensor_load))
-    return NicLoad(used // nics, used % nics, *shares)
+    return divmod(used, nics), [load[used] / max(load.max(), 1.0) for load in (ulysses, kv, tensor_load)]
 
 
 def nic_proxies(ranks: Sequence[int], nic_of: tuple[int, ...]) -> tuple[int, ...]:
@@ -160,14 +147,10 @@ def nic_proxies(ranks: Sequence[int], nic_of: tuple[int, ...]) -> tuple[int, ...
 
     Members of the group come before other ranks of the node, then the lowest.
     """
-    size = len(nic_of)
-    nodes = sorted({rank // size for rank in ranks})
-    members = Counter(rank % size for rank in ranks)
-    near: dict[int, list[int]] = {}
-    for place, nic in enumerate(nic_of):
-        near.setdefault(nic, []).append(place)
-    places = sorted(max(some, key=lambda place: (members[place], -place)) for some in near.values())
-    return tuple(node * size + place for node in nodes for place in places)
+    size, members = len(nic_of), Counter(rank % len(nic_of) for rank in ranks)
+    best_last = sorted(range(size), key=lambda place: (members[place], -place))
+    places = sorted({nic_of[place]: place for place in best_last}.values())
+    return tuple(node * size + place for node in sorted({rank // size for rank in ranks}) for place in places)
 
 
 # -- the time of messages -------------------------------------------------------
@@ -188,10 +171,7 @@ class Flow(NamedTuple):
 def direct_flow(messages: MessageCounts, link: float, nic: float) -> Flow:
     """Every rank uses the NIC near it; messages inside and out of a node move side by side.
 
-    Args:
-        messages: counted at the busiest places.
-        link: ns of one message on NVLink.
-        nic: ns of one message on a NIC.
+    One message takes ``link`` ns on NVLink, ``nic`` ns on a NIC.
     """
     inside, outside = messages.intra * link, messages.nic * nic
     return Flow(max(inside, outside), outside, inside)
@@ -213,22 +193,14 @@ def routed_flow(
     A sender keeps 1/proxies of what it dispatches, a receiver has 1/proxies of what is combined already. A proxy
     handles its share of the node's messages both ways.
 
-    Args:
-        crossing: messages that cross, each once per node that wants it.
-        wanted: messages that ranks want from other nodes; the same unless several ranks of a node want one.
-        proxies: per node.
-        slices: of a message, under way one behind the other.
-        link: ns of one message on NVLink.
-        nic: ns of one message on a NIC.
+    ``crossing`` counts messages that cross, each once per node that wants it; ``wanted`` those that ranks want from
+    other nodes, which are the same unless several ranks of a node want one.
     """
-    forwarded = (proxies - 1) / proxies
-    dispatch = max(crossing.inter * forwarded, crossing.node_out / proxies) * link
-    combine = max(wanted.inter * forwarded, wanted.node_out / proxies) * link
-    cross = crossing.node_out / proxies * nic
-    out = crossing.inter * forwarded + wanted.node_out / proxies
-    back = crossing.node_out / proxies + wanted.inter * forwarded
-    both = max(out, back) * link
-    near = crossing.intra * link
+    sent, received = (messages.inter * ((proxies - 1) / proxies) for messages in (crossing, wanted))
+    sent_by_proxy, received_by_proxy = (messages.node_out / proxies for messages in (crossing, wanted))
+    dispatch, combine = max(sent, sent_by_proxy) * link, max(received, received_by_proxy) * link
+    both = max(sent + received_by_proxy, sent_by_proxy + received) * link
+    cross, near = sent_by_proxy * nic, crossing.intra * link
     if slices == 1:
         time = dispatch + max(cross, near) + combine
     else:
@@ -271,13 +243,11 @@ class Communication:
         checkpointing the output as well. Every Ulysses rank counts as many query heads as the fullest one has.
         """
         query = -(-self.model.heads // shape.ulysses) * shape.ulysses
-        values = exchanged_values(query, self._kv_heads(shape), checkpoint)
+        values, _ = attention_exchanges(query, self._kv_heads(shape), checkpoint)
         return self.model.layers * values * self.model.head_dim * ACTIVATION_BYTES / shape.degree
 
     def ulysses(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of the all-to-all of heads."""
-        if shape.ulysses == 1:
-            return Flow()
         message = self.ulysses_bytes(shape, checkpoint) / shape.ulysses
         return direct_flow(traffic.ulysses, *self.message_ns(message, "all_to_all"))
 
@@ -285,9 +255,8 @@ class Communication:
         """ns per round: two calls (q with k and v, output) per pass and layer."""
         if shape.ulysses == 1:
             return 0.0
-        doublings = (shape.ulysses - 1).bit_length()
-        latency = self.latency("all_to_all", traffic.ulysses.node_out > 0, doublings)
-        return self.model.layers * exchange_calls(checkpoint) * latency
+        latency = self.latency("all_to_all", traffic.ulysses.node_out > 0, (shape.ulysses - 1).bit_length())
+        return self.model.layers * attention_exchanges(0, 0, checkpoint)[1] * latency
 
     # ring: keys and values rotate behind attention
 
@@ -298,8 +267,6 @@ class Communication:
 
     def ring(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token: a ring moves at the pace of its slowest link."""
-        if shape.ring == 1:
-            return Flow()
         return self._kv_flow(self.ring_bytes(shape, checkpoint), "p2p", traffic, traffic.ring, traffic.ring)
 
     def ring_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
@@ -317,8 +284,6 @@ class Communication:
         Sent directly, every rank of another node gets its own copy. A route carries K and V once to every node;
         gradients are all different and cannot share the way.
         """
-        if shape.ring == 1:
-            return Flow()
         message = self.model.layers * self._kv_values(shape) / shape.ring
         keys, gradients = passes(checkpoint) * ACTIVATION_BYTES * message, KV_GRADIENT_BYTES * message
         crossing = traffic.gather_once if traffic.proxies else traffic.gather
@@ -387,8 +352,6 @@ class Communication:
 
     def tensor(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of a group of this shape, all layers, forward and backward."""
-        if not (traffic.tensor.intra or traffic.tensor.inter):
-            return Flow()
         values = tensor_gathers(checkpoint) * self.model.layers * self.model.hidden
         message = values * ACTIVATION_BYTES / shape.degree
         gathers = direct_flow(traffic.tensor, *self.message_ns(message, "collective"))
@@ -414,7 +377,7 @@ class Communication:
         if ranks == 1:
             return 0.0
         nodes = -(-ranks // self.cluster.gpus_per_node)
-        time = size * (ranks - 1) / ranks / self._intra_gb_s("collective")
+        time = size * (ranks - 1) / ranks / self._gb_s("collective", False)
         latency = self.latency("collective", False, ranks - nodes)
         if nodes > 1:
             time = max(time, size * (nodes - 1) / nodes / self._node_gb_s())
@@ -439,37 +402,37 @@ class Communication:
 
         Stages in different nodes use the NICs, of which every sending rank has at most those near it.
         """
-        cluster, profile = self.cluster, self.profile
-        size = tokens * self.model.hidden * ACTIVATION_BYTES
+        cluster, size = self.cluster, tokens * self.model.hidden * ACTIVATION_BYTES
         nodes, others = (Counter(rank // cluster.gpus_per_node for rank in stage.ranks) for stage in (here, there))
-        if len(nodes.keys() | others.keys()) == 1:
-            rate, link, share = profile.intra.p2p, cluster.intra, 1.0
-        else:
-            nics, senders = cluster.nics_per_node, max(nodes.values())
-            rate, link = profile.network.p2p, cluster.nic
-            share = min(max(1.0, nics / cluster.gpus_per_node), nics / senders)
+        crosses, nics = len(nodes.keys() | others.keys()) > 1, cluster.nics_per_node
+        share = min(max(1.0, nics / cluster.gpus_per_node), nics / max(nodes.values())) if crosses else 1.0
+        link, rate = self._link("p2p", crosses)
         time = size / (link.gb_s * rate.efficiency * share)  # bytes / (1e9 bytes/s) = ns
-        return math.ceil(time + (link.latency_us + rate.call_us + profile.handover_us) * 1e3)
+        return math.ceil(time + (link.latency_us + rate.call_us + self.profile.handover_us) * 1e3)
 
     # latency and bandwidth
 
     def latency(self, kind: str, crosses: bool, hops: int) -> float:
         """ns of one call: the link's own latency, the library's, and a share per hop."""
-        link = self.cluster.nic if crosses else self.cluster.intra
-        rate = getattr(self.profile.network if crosses else self.profile.intra, kind)
+        link, rate = self._link(kind, crosses)
         return (link.latency_us + rate.call_us + hops * rate.hop_us) * 1e3
 
     def message_ns(self, size: float, kind: str) -> tuple[float, float]:
         """ns of a message of so many bytes on NVLink, and on a NIC that carries nothing else."""
-        nic_gb_s = self.cluster.nic.gb_s * getattr(self.profile.network, kind).efficiency
-        return size / self._intra_gb_s(kind), size / nic_gb_s
+        return size / self._gb_s(kind, False), size / self._gb_s(kind, True)
 
-    def _intra_gb_s(self, kind: str) -> float:
-        return self.cluster.intra.gb_s * getattr(self.profile.intra, kind).efficiency
+    def _link(self, kind: str, crosses: bool) -> tuple[Link, LinkRate]:
+        if crosses:
+            return self.cluster.nic, getattr(self.profile.network, kind)
+        return self.cluster.intra, getattr(self.profile.intra, kind)
+
+    def _gb_s(self, kind: str, crosses: bool) -> float:
+        link, rate = self._link(kind, crosses)
+        return link.gb_s * rate.efficiency
 
     def _node_gb_s(self) -> float:
         """Network bandwidth of a whole node in collectives."""
-        return self.cluster.nic.gb_s * self.profile.network.collective.efficiency * self.cluster.nics_per_node
+        return self._gb_s("collective", True) * self.cluster.nics_per_node
 
 
 def cp_model(model: ModelSpec, tensor: int) -> ModelSpec:
@@ -487,19 +450,12 @@ def passes(checkpoint: Checkpoint) -> int:
     return 3 if checkpoint == Checkpoint.FULL else 2
 
 
-def exchanged_values(query: int, kv: int, checkpoint: Checkpoint) -> int:
-    """Values per token and layer that go in and out of attention, forward and backward, with repetitions."""
-    values = 2 * (2 * query + 2 * kv)
-    if checkpoint == Checkpoint.SELECTIVE:
-        values += query + 2 * kv
-    if checkpoint == Checkpoint.FULL:
-        values += 2 * query + 2 * kv
-    return values
-
-
-def exchange_calls(checkpoint: Checkpoint) -> int:
-    """Calls per layer that move these values."""
-    return {Checkpoint.SELECTIVE: 5, Checkpoint.FULL: 6}.get(checkpoint, 4)
+def attention_exchanges(query: int, kv: int, checkpoint: Checkpoint) -> tuple[int, int]:
+    """(values per token, calls) per layer in and out of attention, forward and backward, with repetitions."""
+    into, out = query + 2 * kv, query
+    repeated = {Checkpoint.SELECTIVE: (into, 1), Checkpoint.FULL: (into + out, 2)}
+    values, calls = repeated.get(checkpoint, (0, 0))
+    return 2 * (into + out) + values, 4 + calls
 
 
 def tensor_gathers(checkpoint: Checkpoint) -> int:
@@ -510,43 +466,35 @@ def tensor_gathers(checkpoint: Checkpoint) -> int:
 # -- between the attention and the linear layout --------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RemapTimes:
-    """ns of one round's remapping of tokens (Zeppelin), all layers, forward and backward."""
+def remap_times(
+    work: StageMicroBatch, attention: Layout, linear: Layout, links: Communication
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """ns of moving tokens from the attention to the linear layout of a round (Zeppelin), and back, in every layer.
 
-    time: int  # of its exchanges, at the pace of the busiest rank or NIC
-    nic: np.ndarray  # int64[nodes, nics] how long each NIC is occupied
-    link: np.ndarray  # int64[ranks] how long each NVLink port is occupied
+    Half of the bytes go each way, so that a NIC is occupied for the mean of what it sends and receives, and an exchange
+    lasts as long as the larger of both at the busiest place.
 
-    @classmethod
-    def of(cls, work: StageMicroBatch, attention: Layout, linear: Layout, links: Communication) -> RemapTimes:
-        """Price the move from the attention layout of a round to its linear layout, and back, in every layer.
-
-        Half of the bytes go each way, so that a NIC is occupied for the mean of what it sends and receives, and an
-        exchange lasts as long as the larger of both at the busiest place.
-        """
-        cluster, layers = links.cluster, links.model.layers
-        ranks, size = cluster.ranks, cluster.gpus_per_node
-        move = move_between(attention, linear, node_size=size)
-        ends, tokens = np.stack([move.sender, move.receiver]), move.sizes
-        inside = move.remote & (move.sender // size == move.receiver // size)
-        across = move.remote & ~inside
-        nic_of = ends // size * cluster.nics_per_node + np.asarray(cluster.nic_of_gpu)[ends % size]
-        near = np.stack([np.bincount(end[inside], tokens[inside], ranks) for end in ends])
-        nics = cluster.nodes * cluster.nics_per_node
-        far = np.stack([np.bincount(end[across], tokens[across], nics) for end in nic_of])
-        values, calls = remap_exchanges(links.model, work.remap, work.checkpoint)
-        link, nic = links.message_ns(values * layers * ACTIVATION_BYTES, "all_to_all")
-        time = 0.0
-        if move.remote.any():
-            doublings = (len(np.unique(ends)) - 1).bit_length()
-            latency = layers * calls * links.latency("all_to_all", bool(across.any()), doublings)
-            time = max(float(near.max()) * link, float(far.max()) * nic) + latency
-        return cls(
-            round(time),
-            np.rint(far.mean(axis=0) * nic).astype(np.int64).reshape(cluster.nodes, -1),
-            np.rint(near.mean(axis=0) * link).astype(np.int64),
-        )
+    Returns:
+        Time of the exchanges, and how long they occupy each NIC, int64[nodes, nics], and NVLink port, int64[ranks].
+    """
+    cluster, layers = links.cluster, links.model.layers
+    size, nics = cluster.gpus_per_node, cluster.nodes * cluster.nics_per_node
+    move = move_between(attention, linear, node_size=size)
+    ends, tokens = np.stack([move.sender, move.receiver]), move.sizes
+    inside = move.remote & (move.sender // size == move.receiver // size)
+    across = move.remote & ~inside
+    nic_of = ends // size * cluster.nics_per_node + np.asarray(cluster.nic_of_gpu)[ends % size]
+    near = np.stack([np.bincount(end[inside], tokens[inside], cluster.ranks) for end in ends])
+    far = np.stack([np.bincount(end[across], tokens[across], nics) for end in nic_of])
+    values, calls = remap_exchanges(links.model, work.remap, work.checkpoint)
+    link, nic = links.message_ns(values * layers * ACTIVATION_BYTES, "all_to_all")
+    time = 0.0
+    if move.remote.any():
+        doublings = (len(np.unique(ends)) - 1).bit_length()
+        latency = layers * calls * links.latency("all_to_all", bool(across.any()), doublings)
+        time = max(float(near.max()) * link, float(far.max()) * nic) + latency
+    nic_ns, link_ns = (np.rint(each).astype(np.int64) for each in (far.mean(axis=0) * nic, near.mean(axis=0) * link))
+    return round(time), nic_ns.reshape(cluster.nodes, -1), link_ns
 
 
 def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint) -> tuple[int, int]:
@@ -558,4 +506,4 @@ def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint) -> t
     again = checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL)
     if remap == Remap.MLP:
         return (4 + again) * model.hidden, 4 + again
-    return exchanged_values(query_width(model), kv_width(model), checkpoint), exchange_calls(checkpoint)
+    return attention_exchanges(query_width(model), kv_width(model), checkpoint)

@@ -60,30 +60,18 @@ DEVICE_SHARE = 0.9  # of the device's memory, when no budget is given
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostEngine(ABC):
-    """The protocol of engines. A method that is not abstract answers for engines without constants for the question.
-
-    Attributes:
-        profile: the constants.
-        memory: bytes of ranks.
-        links: times on the links; None without constants of links: then messages between stages are free, and tokens
-            have one layout.
-        budget_bytes: memory per device that plans may use.
-        shapes: all that it can price.
-        policies: all memory policies, whether they fit or not.
-        pad_multiple: lengths are rounded up to a multiple of this many tokens.
-        matmul_share: share of the part ``linear`` that is matrix products.
-        solo_time_ratio: a rank's time while all others wait, over its time while all are busy.
-    """
+    """The protocol of engines. A method that is not abstract answers for engines without constants for the question."""
 
     profile: AdditiveProfile | AnalyticProfile
     memory: MemoryModel
-    links: Communication | None
-    budget_bytes: int
-    shapes: tuple[GroupShape, ...]
-    policies: tuple[MemoryPolicy, ...]
-    pad_multiple: int = 1
-    matmul_share: float = 1.0
-    solo_time_ratio: float = 1.0
+    links: Communication | None  # None: messages between stages are free, and tokens have one layout
+    budget_bytes: int  # memory per device that plans may use
+    shapes: tuple[GroupShape, ...]  # all that it can price
+    policies: tuple[MemoryPolicy, ...]  # all, whether they fit or not
+    pad_multiple: int = 1  # lengths are rounded up to a multiple of this many tokens
+    matmul_share: float = 1.0  # of the part ``linear``
+    solo_time_ratio: float = 1.0  # a rank's time while all others wait, over its time while all are busy
+    split_us: float = 0.0  # what a backward takes more in two halves (I, W) than in one, per layer
 
     @abstractmethod
     def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
@@ -94,16 +82,8 @@ class CostEngine(ABC):
         """ns per token of the group, without attention."""
 
     @abstractmethod
-    def attention_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
-        """float64[n] ns of all heads of each document on one of ``ring`` ranks."""
-
-    @abstractmethod
-    def attention_share(self, shape: GroupShape) -> float:
-        """Share of `attention_ns` that falls on the rank with most heads."""
-
-    def kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
-        """float64[n] ns of so many kernel calls for each document, however many heads."""
-        return np.zeros(len(lengths))
+    def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
+        """float64[shapes, n] ns of each document on the rank of a group that has most heads."""
 
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns that so many tokens in front of a piece cost, beyond the query-key pairs that it reads."""
@@ -118,13 +98,7 @@ class CostEngine(ABC):
         return Flow(), Flow(), Flow()
 
     def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
-        """How the keys and values of a routed shape cross nodes; None where there is nothing to spread.
-
-        Args:
-            shape: of the group.
-            ranks: of the group, in order.
-            tokens: on each rank, for which the number of slices shall be best.
-        """
+        """How keys and values cross nodes, best for so many tokens per rank; None where there is nothing to spread."""
         return None
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
@@ -135,8 +109,8 @@ class CostEngine(ABC):
         )
 
     def split_overhead_ns(self, layers: int) -> int:
-        """ns that a backward through so many layers takes more in two halves (I, W) than in one."""
-        return 0
+        """ns that a backward through so many layers takes more in two halves than in one."""
+        return round(layers * self.split_us * 1e3)
 
     def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
         """(ns, of that communication) once per step, in plans of one stage."""
@@ -186,6 +160,7 @@ class AnalyticEngine(CostEngine):
             policies=tuple(MemoryPolicy(checkpoint, reduce) for reduce in reduces for checkpoint in checkpoints),
             matmul_share=compute.matmul_share,
             solo_time_ratio=profile.solo_time_ratio,
+            split_us=profile.split_us,
             tensor=tensor,
         )
 
@@ -251,10 +226,10 @@ class AnalyticEngine(CostEngine):
         A tensor rank has tensor times as many tokens of 1 / tensor of the heads: as many values as if it had its own
         tokens of all heads.
         """
-        checkpoint, cp = policy.checkpoint, cp_shape(shape, self.tensor)
-        share = self.links.kv_gather if shape.method == Method.GATHER else self.links.ring
-        heads, keys = self.links.ulysses(cp, traffic, checkpoint), share(cp, traffic, checkpoint)
-        return heads, keys, self.links.tensor(shape, traffic, checkpoint)
+        links, cp = self.links, cp_shape(shape, self.tensor)
+        kv = links.kv_gather if shape.method == Method.GATHER else links.ring
+        seen = traffic, policy.checkpoint
+        return links.ulysses(cp, *seen), kv(cp, *seen), links.tensor(shape, *seen)
 
     def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
         """One proxy near each NIC of every node, and the best number of slices."""
@@ -273,49 +248,45 @@ class AnalyticEngine(CostEngine):
         moved = self.compute.feed_forward(policy.checkpoint)
         return {"linear": (moved, linear - moved), "head": (0.0, head)}
 
-    def attention_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
-        """float64[n] ns of all heads of each document on one of ``ring`` ranks."""
-        return self.compute.attention(lengths, ring, policy.checkpoint)
+    def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
+        """The heads of the fullest Ulysses rank, and kernel calls."""
+        rings = {shape.ring for shape in shapes}
+        all_heads = {ring: self.compute.attention(lengths, ring, policy.checkpoint) for ring in rings}
+        rows = []
+        for shape in shapes:
+            share = -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
+            calls = self._kernel_call_ns(lengths, shape.kernel_calls, policy)
+            rows.append(all_heads[shape.ring] * share + calls)
+        return np.stack(rows)
 
-    def attention_share(self, shape: GroupShape) -> float:
-        """Share of the heads on the fullest Ulysses rank."""
-        return -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
-
-    def kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
+    def _kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns of so many kernel calls for each document, however many heads."""
         again = 4 / 3 if policy.checkpoint == Checkpoint.FULL else 1.0
-        each = self.model.layers * calls * again * self.profile.document_us * 1e3
-        return np.where(lengths > 0, each, 0.0)
+        return np.where(lengths > 0, self.model.layers * calls * again * self.profile.document_us * 1e3, 0.0)
 
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns: kernels are called once more and their results merged; gradients of the prefix are added up.
 
         A rank meets all tokens of the prefix that a layer's window shows, of its own heads.
         """
-        calls = self.kernel_call_ns(prefix, shape.kernel_calls, policy)
+        calls = self._kernel_call_ns(prefix, shape.kernel_calls, policy)
         again = 3 / 2 if policy.checkpoint == Checkpoint.FULL else 1.0
         merging = self.model.layers * again * self.profile.piece_us * 1e3
         met = sum(layers * np.minimum(prefix, window or np.inf) for window, layers in self.compute.windows)
         return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(cp_shape(shape, self.tensor)) * met
 
-    def split_overhead_ns(self, layers: int) -> int:
-        """ns that a backward through so many layers takes more in two halves."""
-        return round(layers * self.profile.split_us * 1e3)
-
     def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
         """Gradients that were not reduced every round, the sum over replicas, the optimiser, the host."""
-        parameters, layers = self.memory.rank_parameters, self.model.layers
         sizes = (GRADIENT_BYTES,) if policy.reduce == Reduce.STEP else ()
         ranks = self.links.cluster.ranks // self.tensor
-        return self._overhead(parameters, layers, ranks, self.shard_ranks, sizes)
+        return self._overhead(self.memory.rank_parameters, self.model.layers, ranks, self.shard_ranks, sizes)
 
     def stage_overhead(self, stages: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[float, float]:
         """Parameters gathered before the first micro-batch, gradients scattered and summed after the last, optimiser.
 
         Tensor ranks share with their peers in other tensor parallel groups.
         """
-        memory = self.memory
-        parameters = sum(layer_parameters(self.model, memory.context, layers, self.tensor) for layers in stages)
+        parameters = sum(layer_parameters(self.model, self.memory.context, each, self.tensor) for each in stages)
         layers = sum(layers.stop - layers.first for layers in stages)
         ranks, shard_ranks = (max(1, number // self.tensor) for number in (ranks, shard_group))
         return self._overhead(parameters, layers, ranks, shard_ranks, (PARAMETER_BYTES, GRADIENT_BYTES))
@@ -387,13 +358,10 @@ class AdditiveEngine(CostEngine):
             exchange = volume / MIB / (degree * self._bandwidth(shape, traffic)) * 1e6  # ms -> ns
         return {"linear": model.linear_ms * 1e6 / degree, "ulysses": exchange}
 
-    def attention_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
-        """a1."""
-        return self.constants.quadratic_ms * 1e6 * (lengths * lengths)
-
-    def attention_share(self, shape: GroupShape) -> float:
-        """1/d."""
-        return 1.0 / shape.degree
+    def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
+        """a1 / d."""
+        whole = self.constants.quadratic_ms * 1e6 * (lengths * lengths)
+        return np.stack([whole * (1.0 / shape.degree) for shape in shapes])
 
     def _bandwidth(self, shape: GroupShape, traffic: GroupTraffic) -> float:
         """MiB/ms of the degree; a small group astride two nodes gets that of the least degree that crosses."""

@@ -30,15 +30,14 @@ from seqloom.cost.shapes import (
     useful_shapes,
 )
 from seqloom.errors import SeqloomError, unknown_name
-from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
+from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Reduce, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from seqloom.cost.plan_cost import RoundTimes
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Route, Span
-    from seqloom.plan import Plan, Stage, StageMicroBatch
+    from seqloom.plan import LayerRange, Plan, Stage
 
 DEFAULT_CONTEXT = 384 * 1024
 """Tokens of a learned position table when no longest sequence is given: the largest published context."""
@@ -100,7 +99,8 @@ class CostModel:
             self.engine = AdditiveEngine.build(self.profile, self, sharded, budget_gib)
         else:
             self.engine = AnalyticEngine.build(self.profile, self, sharded, budget_gib)
-        self.memory, self.pad_multiple = self.engine.memory, self.engine.pad_multiple
+        self.memory, self.budget_bytes = self.engine.memory, self.engine.budget_bytes
+        self.pad_multiple = self.engine.pad_multiple
         if capacity is not None and capacity < self.pad_multiple:
             raise SeqloomError(f"a capacity of {capacity} tokens; give {self.pad_multiple} or more, or leave it out")
         self._token_limit = math.inf if capacity is None else capacity - capacity % self.pad_multiple
@@ -109,8 +109,7 @@ class CostModel:
         if not self._fitting and stages == 1 and self.sharding != Sharding.FREE:
             raise _too_small(self)
         self._routes: dict[tuple[GroupShape, tuple[int, ...]], Route | None] = {}
-        self._token_ns: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], dict[str, float]] = {}
-        self._fixed_ns: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], CostBreakdown] = {}
+        self._prices: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], tuple[CostBreakdown, dict[str, float]]] = {}
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
         resident = tuple(policy._replace(resident=True) for policy in self.engine.policies)
         by_checkpoint = {policy.checkpoint: policy for policy in reversed(self._fitting or resident)}
@@ -123,26 +122,22 @@ class CostModel:
 
     def with_tensor(self, tensor: int) -> CostModel:
         """The same ranks with another tensor parallel degree: prices of such a stage. Built once."""
-        return self._submesh(self.ranks, tensor)
+        return self.for_submesh(self.ranks, tensor)
 
     def for_submesh(self, ranks: int, tensor: int = 1) -> CostModel:
         """So many neighbouring ranks, in a node or whole nodes, all else equal: to plan one of several pipelines.
 
         Built once. A plan for them may be moved to any multiple of their number.
         """
-        self.model.check_tensor(tensor)
-        if ranks % tensor:
-            sizes = [size for size in self.cluster_cost.family.sizes if ranks % size == 0]
-            raise _no_tensor_groups(self.cluster_cost, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
-        return self._submesh(ranks, tensor)
-
-    def _submesh(self, ranks: int, tensor: int) -> CostModel:
-        whole = self.cluster_cost
-        if (ranks, tensor) not in whole._submeshes:
+        whole, key = self.cluster_cost, (ranks, tensor)
+        if key not in whole._submeshes:
+            self.model.check_tensor(tensor)
+            if ranks % tensor:
+                sizes = [size for size in whole.family.sizes if ranks % size == 0]
+                raise _no_tensor_groups(whole, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
             part = whole.cluster.subcluster(ranks)
-            built = CostModel(part, self.model, *self._settings, tensor=tensor, cluster_cost=whole)
-            whole._submeshes[ranks, tensor] = built
-        return whole._submeshes[ranks, tensor]
+            whole._submeshes[key] = CostModel(part, self.model, *self._settings, tensor=tensor, cluster_cost=whole)
+        return whole._submeshes[key]
 
     @property
     def links(self) -> Communication:
@@ -164,11 +159,6 @@ class CostModel:
         """Tokens a rank can hold in one round."""
         self._check(policy)
         return self._capacity[policy]
-
-    @property
-    def budget_bytes(self) -> int:
-        """Memory per device that plans may use."""
-        return self.engine.budget_bytes
 
     def limits(self, reduce: Reduce | None = None) -> Limits:
         """Limits of a plan, for one way of reducing gradients (the first policy's by default)."""
@@ -196,7 +186,7 @@ class CostModel:
         self, lengths: Sequence[int] | np.ndarray, policy: MemoryPolicy, shapes: Sequence[GroupShape] | None = None
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks."""
-        policy, shapes = self._priced(policy), self.shapes if shapes is None else tuple(shapes)
+        policy, shapes = self.priced_policy(policy), self.shapes if shapes is None else tuple(shapes)
         tokens = self.padded_lengths(np.asarray(lengths))
         places = [(shape, self.aligned_traffic(shape)) for shape in shapes]
         cost = np.zeros((len(STREAMS), len(places), len(tokens)), dtype=np.int64)
@@ -205,7 +195,7 @@ class CostModel:
                 if name in parts:
                     cost[stream] += values
         cost[1, [not shape.overlaps_kv for shape in shapes]] = 0  # without a ring that stream is never the longest
-        fixed = [self._group_fixed_ns(shape, policy, traffic).stream_ns for shape, traffic in places]
+        fixed = [self._group_prices(place, policy)[0].stream_ns for place in places]
         return CostTables(
             shapes=shapes,
             degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
@@ -223,17 +213,13 @@ class CostModel:
         Plain elementwise float64 operations only, each rounded on its own, so that the integers are the same on every
         machine and whether documents are priced together or one by one.
         """
-        engine, lengths = self.engine, tokens.astype(np.float64)
-        rates = [self._group_token_ns(shape, policy, traffic) for shape, traffic in places]
+        lengths, rates = tokens.astype(np.float64), [self._group_prices(place, policy)[1] for place in places]
         parts = {}
         for name in rates[0]:
             column = np.array([rate[name] for rate in rates])[:, None]
             parts[name] = np.rint(column * lengths).astype(np.int64)
-        heads = {ring: engine.attention_ns(lengths, ring, policy) for ring in {shape.ring for shape, _ in places}}
-        calls = {shape: engine.kernel_call_ns(lengths, shape.kernel_calls, policy) for shape, _ in places}
-        attention = [heads[shape.ring] * engine.attention_share(shape) + calls[shape] for shape, _ in places]
-        parts["attention"] = np.rint(np.stack(attention)).astype(np.int64)
-        return parts
+        attention = self.engine.attention_ns(lengths, [shape for shape, _ in places], policy)
+        return parts | {"attention": np.rint(attention).astype(np.int64)}
 
     def group_cost(self, group: Group, policy: MemoryPolicy) -> CostBreakdown:
         """Forward and backward of one group by part, by where its ranks really lie."""
@@ -241,13 +227,13 @@ class CostModel:
 
     def group_costs(self, groups: Sequence[Group], policy: MemoryPolicy) -> np.ndarray:
         """int64[groups, len(COST_COLUMNS)] ns: `group_cost` of many groups, priced together."""
-        policy = self._priced(policy)
+        policy = self.priced_policy(policy)
         same_place: dict[PricedShape, list[int]] = {}
         for i, group in enumerate(groups):
             same_place.setdefault(self.shape_and_traffic(group), []).append(i)
         table = np.zeros((len(groups), len(COST_COLUMNS)), dtype=np.int64)
         for place, members in same_place.items():
-            table[members] = self._group_fixed_ns(place[0], policy, place[1])
+            table[members] = self._group_prices(place, policy)[0]
             for name, values in self._span_ns([groups[i] for i in members], place, policy).items():
                 table[members, COST_COLUMNS.index(name)] += values
         return table
@@ -278,17 +264,13 @@ class CostModel:
                 np.add.at(sums[name], owner, np.rint(rate * prefix).astype(np.int64))
         return sums
 
-    def _group_fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> CostBreakdown:
-        key = (shape, policy, traffic)
-        if key not in self._fixed_ns:
-            self._fixed_ns[key] = CostBreakdown(**{name: _ns(ns) for name, ns in self.engine.fixed_ns(*key).items()})
-        return self._fixed_ns[key]
-
-    def _group_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
-        key = (shape, policy, traffic)
-        if key not in self._token_ns:
-            self._token_ns[key] = self.engine.token_ns(*key)
-        return self._token_ns[key]
+    def _group_prices(self, place: PricedShape, policy: MemoryPolicy) -> tuple[CostBreakdown, dict[str, float]]:
+        """(ns of a group before any document, ns per token by part)."""
+        key = (place[0], policy, place[1])
+        if key not in self._prices:
+            fixed = CostBreakdown(**{name: _ns(ns) for name, ns in self.engine.fixed_ns(*key).items()})
+            self._prices[key] = fixed, self.engine.token_ns(*key)
+        return self._prices[key]
 
     # -- shapes on ranks --------------------------------------------------------
 
@@ -323,23 +305,6 @@ class CostModel:
 
     # -- rounds, steps and plans ------------------------------------------------
 
-    def round_times(
-        self,
-        work: StageMicroBatch,
-        policy: MemoryPolicy,
-        layers: LayerRange | None = None,
-        priced: np.ndarray | None = None,
-    ) -> RoundTimes:
-        """Time of a round: of every rank in all its groups, of every NIC and NVLink port.
-
-        Args:
-            work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
-            policy: with the checkpoint of the work.
-            layers: the stage's layers; None: the whole model.
-            priced: int64[groups, len(COST_COLUMNS)], costs of its groups if they are known.
-        """
-        return plan_cost.round_times(self, work, self._priced(policy), layers, priced)
-
     def step_overhead_ns(self, policy: MemoryPolicy) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""
         self._check(policy)
@@ -363,7 +328,7 @@ class CostModel:
         """Step time of a plan of one-stage pipelines, in closed form."""
         return plan_cost.plan_ns(self, plan)
 
-    def _priced(self, policy: MemoryPolicy) -> MemoryPolicy:
+    def priced_policy(self, policy: MemoryPolicy) -> MemoryPolicy:
         """The policy by whose constants this one takes as long: running a stage again is running its layers again."""
         if policy.checkpoint == Checkpoint.STAGE:
             policy = policy._replace(checkpoint=Checkpoint.FULL)

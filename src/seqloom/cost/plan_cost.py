@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.cost.communication import RemapTimes, nic_load
+from seqloom.cost.communication import nic_load, remap_times
 from seqloom.cost.resharding import exposed_reshard_ns, unshard_ns, unshard_times_by_stage
 from seqloom.cost.shapes import COST_COLUMNS, STREAMS, MemoryPolicy
 from seqloom.errors import SeqloomError
@@ -90,7 +90,16 @@ def round_times(
     layers: LayerRange | None = None,
     priced: np.ndarray | None = None,
 ) -> RoundTimes:
-    """Price a round; see `CostModel.round_times`."""
+    """Price a round: every rank in all its groups, every NIC and NVLink port.
+
+    Args:
+        cost: prices.
+        work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
+        policy: with the checkpoint of the work.
+        layers: the stage's layers; None: the whole model.
+        priced: int64[groups, len(COST_COLUMNS)], costs of its groups if they are known.
+    """
+    policy = cost.priced_policy(policy)
     table = cost.group_costs(work.groups, policy) if priced is None else priced
     degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
     group = np.repeat(np.arange(len(degrees)), degrees)
@@ -99,8 +108,8 @@ def round_times(
     links = np.zeros(cost.ranks, dtype=np.int64)
     by_layout = np.zeros((cost.ranks, len(COST_COLUMNS)), dtype=np.int64)
     if work.linear is not None:
-        by_layout, remap = _linear_layout_costs(cost, work, policy)
-        nics, links = nics + remap.nic, links + remap.link
+        by_layout, remap_nics, links = _linear_layout_costs(cost, work, policy)
+        nics = nics + remap_nics
         idle = np.setdiff1d(np.flatnonzero(by_layout.any(axis=1)), rank)
         empty = cost.group_costs([Group(tuple(range(cost.tensor)), cost.tensor, 1, ())], policy)
         table = np.concatenate([table, empty])  # the last row: a group of nothing
@@ -188,16 +197,18 @@ def sums_before(rank: np.ndarray, values: np.ndarray) -> np.ndarray:
     return before
 
 
-def _linear_layout_costs(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy) -> tuple[np.ndarray, RemapTimes]:
-    """(int64[ranks, len(COST_COLUMNS)] linear, head and remap of a round with a linear layout; its remapping)."""
+def _linear_layout_costs(
+    cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(int64[ranks, len(COST_COLUMNS)] linear, head and remap; remapping on NICs; on NVLink ports)."""
     linear, attention = work.linear_layout(), work.attention_layout()
     held = np.stack([np.bincount(layout.rank, layout.sizes, cost.ranks) for layout in (linear, attention)])
     parts = np.zeros((cost.ranks, len(COST_COLUMNS)), dtype=np.int64)
     for name, rates in cost.engine.layout_token_ns(policy, work.remap).items():
         parts[:, COST_COLUMNS.index(name)] = np.rint(np.array(rates) @ held).astype(np.int64)
-    remap = RemapTimes.of(work, attention, linear, cost.links)
-    parts[:, COST_COLUMNS.index("remap")] = np.where(held.any(axis=0), remap.time, 0)
-    return parts, remap
+    remap, nics, links = remap_times(work, attention, linear, cost.links)
+    parts[:, COST_COLUMNS.index("remap")] = np.where(held.any(axis=0), remap, 0)
+    return parts, nics, links
 
 
 def _nic_ns(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy, network: np.ndarray) -> np.ndarray:
@@ -209,9 +220,9 @@ def _nic_ns(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy, networ
         shape, traffic = cost.shape_and_traffic(group)
         heads, keys, tensor = (flow.network for flow in cost.engine.flows(shape, policy, traffic))
         route = group.route if shape.routed else None
-        load = nic_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
-        share = (heads * load.ulysses + keys * load.kv + tensor * load.tensor) / (heads + keys + tensor)
-        taken[load.node, load.nic] += (int(network[k]) * share).astype(np.int64)
+        places, loads = nic_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
+        share = (heads * loads[0] + keys * loads[1] + tensor * loads[2]) / (heads + keys + tensor)
+        taken[places] += (int(network[k]) * share).astype(np.int64)
     return taken
 
 
@@ -327,7 +338,7 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
             work = current.by_stage[0]
             policy = MemoryPolicy(work.checkpoint, plan.reduce, bool(meeting))
             component, joined = round_components(work, shard_group_of, meeting)
-            times = own.round_times(work, policy).component_ns(component)
+            times = round_times(own, work, policy).component_ns(component)
             shortest.append(int(times.min()))
             slowest = np.zeros_like(ready)
             slowest[list(chain.from_iterable(joined))] = np.repeat(times, list(map(len, joined)))

@@ -49,22 +49,18 @@ class Batch:
         return int(self.valid.sum())
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self.documents)
 
     def __eq__(self, other: object) -> bool:
-        """Compare the columns."""
         if not isinstance(other, Batch):
             return NotImplemented
         mine, theirs = (self.documents, self.lengths, self.valid), (other.documents, other.lengths, other.valid)
         return all(map(np.array_equal, mine, theirs))
 
     def __hash__(self) -> int:
-        """Hash the documents."""
         return hash(self.documents.tobytes())
 
     def __repr__(self) -> str:
-        """Totals."""
         return f"Batch({len(self):,} documents, {self.tokens:,} tokens, {self.valid_tokens:,} valid)"
 
 
@@ -90,13 +86,10 @@ class Sampler:
         """
         self._lengths, self._valid = read_only(lengths), read_only(valid)
         if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.shape != self._valid.shape:
-            raise SeqloomError(
-                "a sampler needs documents, each with a length of at least 1 and a count of valid labels"
-            )
+            raise SeqloomError("a sampler needs documents, each of at least 1 token and with a count of valid labels")
         if sum(rule is not None for rule in (documents, tokens, packed)) != 1:
             raise SeqloomError(
-                "a batch ends after so many documents or so many tokens, or batches are packed ahead; give one of the "
-                "three"
+                "a batch has so many documents or so many tokens, or is packed ahead; give one of the three"
             )
         size = next((size for size in (documents, tokens) if size is not None), 1)
         if size < 1 or seed < 0:
@@ -110,10 +103,8 @@ class Sampler:
             )
         self._lengths_sha256 = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
         self._order: PackedBatches = lru_cache(maxsize=2)(packed or self._shuffle)
-        self.epoch = 0
-        """Epoch of the next batch."""
-        self.position = 0
-        """Documents of this epoch that earlier batches had."""
+        self.epoch = 0  # of the next batch
+        self.position = 0  # documents of this epoch that earlier batches had
         first_epoch = b"" if packed is None else b"".join(part.astype("<i8").tobytes() for part in self._order(0))
         self._packed_sha256 = hashlib.sha256(first_epoch).hexdigest()
 
@@ -213,11 +204,7 @@ def rank_rows(source: Source, context: Context, batch: Batch) -> tuple[torch.Ten
 def _check_document(source: Source, batch: Batch, number: int, stop: int) -> None:
     """Refuse a plan of another batch, and a batch of another source."""
     if number >= len(batch) or stop > batch.lengths[number]:
-        there = (
-            f"document {number} has {batch.lengths[number]} tokens"
-            if number < len(batch)
-            else f"{len(batch)} documents"
-        )
+        there = f"it has {batch.lengths[number]} tokens" if number < len(batch) else f"there are {len(batch)} documents"
         raise SeqloomError(
             f"the plan reads document {number} up to token {stop}, but in this batch {there}; "
             "bind the plan that was made for this batch"

@@ -72,11 +72,9 @@ class Source(ABC):
             )
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self.lengths)
 
     def __repr__(self) -> str:
-        """Name and totals."""
         tokens = int(self.lengths.sum())
         return f"{type(self).__name__}({self.name!r}: {len(self):,} documents, {tokens:,} tokens)"
 

@@ -29,7 +29,6 @@ class Device:
     """Memory bandwidth, GB/s."""
 
     def __post_init__(self) -> None:
-        """Check that every figure is positive."""
         _positive(f"device {self.name}", self, "memory_gib", "peak_tflops", "hbm_gb_s")
 
 
@@ -46,7 +45,6 @@ class Link:
     """Time of a message without bytes, microseconds."""
 
     def __post_init__(self) -> None:
-        """Check the figures."""
         _positive(f"link {self.name}", self, "gb_s")
         if not self.latency_us >= 0:
             raise SeqloomError(f"link {self.name}: latency_us = {self.latency_us}; it must be 0 or more")
@@ -74,7 +72,6 @@ class Cluster:
     """For each GPU of a node, the NIC that is near it: int[gpus_per_node]."""
 
     def __post_init__(self) -> None:
-        """Check sizes and the affinity of GPUs to NICs."""
         for size in ("nodes", "gpus_per_node", "nics_per_node"):
             if not isinstance(getattr(self, size), int):
                 raise SeqloomError(f"cluster {self.name}: {size} = {getattr(self, size)!r}; it must be a whole number")
@@ -113,8 +110,7 @@ class Cluster:
         if match is None:
             spelled = "spell it as nodes x GPUs x device, 8x8xH100, or give a .json or .toml file"
             return CLUSTERS.lookup(text, alternative=spelled)
-        nodes, gpus, device = int(match[1] or 1), int(match[2]), match[3]
-        return cls.of(nodes, gpus, device)
+        return cls.of(int(match[1] or 1), int(match[2]), match[3])
 
     @classmethod
     def of(cls, nodes: int, gpus_per_node: int, device: str) -> Cluster:

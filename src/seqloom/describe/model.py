@@ -46,7 +46,6 @@ class ModelSpec:
     """A position table that grows with the context, and biases everywhere: GPT-2 style."""
 
     def __post_init__(self) -> None:
-        """Fill in the per-layer columns and check that the shapes belong together."""
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * max(self.layers, 0))
         if self.experts and not self.moe_layers:

@@ -9,7 +9,7 @@ Every element travels once to every rank that needs it and has none, in one mess
 Gradients go the inverse way: a rank returns to each sender the gradient of what it received, and the sender adds up.
 
 Two hops: where several ranks of a node need what only ranks of other nodes have, it crosses the network once and is
-shared inside the node, see `layout.move.reshard_moves_of_rank`. Gradients are then summed inside the node before they cross.
+shared inside the node, see `layout.move.reshard_moves_of_rank`. Gradients are summed inside the node before they cross.
 
 All ranks that hold something of a bucket, in source or target, start it, all buckets in one order; the others may.
 Several may be in flight. They share the transport's `exchange` with everything else that uses it. With NCCL both hops
@@ -114,7 +114,6 @@ class Resharder:
             source: who has what before; holds all that the target asks for.
             target: who shall have what after. Neither gives a rank two boxes of one weight.
             transport: this rank's; one whose exchanges nothing else uses, where buckets overlap the computation.
-            device: of all tensors.
             node_size: ranks per node. Nothing crosses to a node twice, where ranks have different rows in the source;
                 where several hold something, one of the receiver's node sends it. None: nodes do not matter.
             buckets: what moves together; None: `plan.parameter_layout.layer_buckets`.
@@ -125,10 +124,11 @@ class Resharder:
         self._device = torch.device(device)
         # After the first hop a rank has nothing but parts of its target boxes, in their tensors.
         moves = reshard_moves_of_rank(transport.rank, source, target, node_size=node_size)
-        self._hops = [
-            _Hop(index_buckets(move, transport.rank, self.buckets, held, self.target), transport, self._device)
+        indices = (
+            index_buckets(move, transport.rank, self.buckets, held, self.target)
             for move, held in zip(moves, (self.source, self.target), strict=False)
-        ]
+        )
+        self._hops = [tuple(_Hop(index, transport, self._device) for index in hop) for hop in indices]
         self._on_stream = len(moves) > 1 and transport.waits_in_stream and self._device.type == "cuda"
         self._first_hops: deque[InFlight] = deque()
 
@@ -136,7 +136,6 @@ class Resharder:
         """Start to copy a bucket's values to the target's boxes. `tensors` must not change until `wait` has returned.
 
         Args:
-            bucket: index.
             tensors: {weight: contiguous tensor of this rank's source box, [rows, columns] or any shape of as many
                 elements}; weights of other buckets are ignored.
             dtype: of the values in flight and afterwards, the same on all ranks; the sender casts.
@@ -169,7 +168,6 @@ class Resharder:
         one hop they may be changed after this call (on a GPU: in this stream).
 
         Args:
-            bucket: index.
             tensors: {weight: contiguous tensor of this rank's target box}; a weight that is left out counts as zero.
             dtype: of the gradients in flight, the same on all ranks; the sender casts. Sums of a node cross in float32
                 or wider.
@@ -184,48 +182,40 @@ class Resharder:
     def _start(self, hops: Hops, tensors: Iterable[torch.Tensor]) -> InFlight:
         """Start a bucket's first hop, or all hops on a stream; the caller may drop `tensors`."""
         if self._on_stream:
-            return _run_on_stream(hops, self._device, tensors)
-        started = InFlight(hops)
+            return _OnStream(hops, self._device, tensors)
+        started = InFlight(hops, self._first_hops)
         if len(self._hops) > 1:
-            started.queue_behind(self._first_hops)
+            self._first_hops.append(started)
         return started
 
     def _copy_hops(self, bucket: int, held: Tensors, outputs: Tensors, dtype: torch.dtype) -> Hops:
-        first, *following = self._hops
-        exchange = first.send(bucket, held, dtype)
-        yield exchange.handle
-        result = dict(outputs)
-        for weight, box in self._boxes(bucket, self.target):
-            if weight not in outputs:
-                shared = self.source.get(weight) == box and held[weight].dtype == dtype
-                result[weight] = held[weight] if shared else self._empty(box, dtype)
-        first.unpack(bucket, exchange, held, result)
-        for second in following:
-            exchange = second.send(bucket, result, dtype)
-            yield exchange.handle
-            second.unpack(bucket, exchange, result, result)
+        result: Result = {}
+        for hop in (each[bucket] for each in self._hops):
+            received = yield from hop.send(held, dtype)
+            for weight, box in self._boxes(bucket, self.target):
+                if weight in outputs:
+                    result[weight] = outputs[weight]
+                elif weight not in result:
+                    shared = self.source.get(weight) == box and held[weight].dtype == dtype
+                    result[weight] = held[weight] if shared else self._empty(box, dtype)
+            hop.unpack(received, held, result)
+            held = result
         return result
 
     def _reduce_hops(self, bucket: int, held: Tensors, outputs: Tensors, dtype: torch.dtype) -> Hops:
-        first, *following = self._hops
-        wide = torch.promote_types(dtype, torch.float32)
-        for second in following:
-            exchange = second.send_back(bucket, held, dtype)
-            yield exchange.handle
-            sums = dict(held)
-            for weight in second.weights_added(bucket):
-                known = weight in held
-                sums[weight] = held[weight].to(wide) if known else self._empty(self.target[weight], wide).zero_()
-            second.add(bucket, exchange, wide, sums)
+        wide, sums = torch.promote_types(dtype, torch.float32), dict(outputs)
+        for number in reversed(range(len(self._hops))):
+            hop = self._hops[number][bucket]
+            parts = yield from hop.send_back(held, dtype)
+            if number:
+                sums, added = dict(held), {weight: self.target[weight] for weight in hop.weights_sent()}
+            else:
+                sums, added = dict(outputs), dict(self._boxes(bucket, self.source))
+            for weight, box in added.items():
+                sums[weight] = sums[weight].to(wide) if weight in sums else self._empty(box, wide).zero_()
+            hop.add(parts, wide, sums)
             held, dtype = sums, wide
-        exchange = first.send_back(bucket, held, dtype)
-        yield exchange.handle
-        result = dict(outputs)
-        for weight, box in self._boxes(bucket, self.source):
-            if weight not in outputs:
-                result[weight] = self._empty(box, wide).zero_()
-        first.add(bucket, exchange, wide, result)
-        return result
+        return sums
 
     def _empty(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((box.rows, box.columns), dtype=dtype, device=self._device)
@@ -256,17 +246,11 @@ Hops = Generator[Handle, None, Result]
 class InFlight:
     """A bucket in flight."""
 
-    def __init__(self, hops: Hops) -> None:
-        """Start the first hop."""
-        self._hops = hops
-        self._handle: Handle | None = next(hops)
-        self._queue: deque[InFlight] = deque()
+    def __init__(self, hops: Hops, queue: deque[InFlight]) -> None:
+        """Start the first hop; `queue` has the buckets whose second hop has not started, in order."""
+        self._hops, self._queue = hops, queue
+        self._handle = next(hops)
         self._result: Result | None = None
-
-    def queue_behind(self, queue: deque[InFlight]) -> None:
-        """Keep the order of `queue`, the buckets whose second hop has not started."""
-        self._queue = queue
-        queue.append(self)
 
     def start_second_hop(self) -> None:
         """Start the second hop, if there is one, after those of earlier buckets; waits for first hops only."""
@@ -279,56 +263,39 @@ class InFlight:
         On a GPU it is in the current stream's order, where the transport waits in stream; the host goes on.
         """
         self.start_second_hop()
-        if self._result is None:
+        while self._result is None:
             self._advance()
-            assert self._result is not None
         return self._result
 
     @torch.no_grad()
     def _advance(self) -> None:
-        assert self._handle is not None  # there is one until there is a result
         self._handle.wait()
         try:
             self._handle = next(self._hops)
         except StopIteration as end:
-            self._handle, self._result = None, end.value
+            self._result = end.value
 
 
-def _run_on_stream(hops: Hops, device: torch.device, tensors: Iterable[torch.Tensor]) -> InFlight:
-    """Queue all hops of a bucket on the resharding stream, behind what the current stream has been given so far."""
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        flight = InFlight(hops)
-        while flight._result is None:
-            flight._advance()
-        result = flight.wait()
-    done = torch.cuda.Event()
-    done.record(stream)
-    for tensor in tensors:
-        tensor.record_stream(stream)
+class _OnStream(InFlight):
+    """A bucket whose hops are all queued on the resharding stream, behind what the current stream was given before."""
 
-    def finished() -> Hops:
-        yield _OnStream(done, result, device)
-        return result
+    def __init__(self, hops: Hops, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+        stream = _stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            super().__init__(hops, deque())
+            super().wait()
+        self._device, self._done = device, stream.record_event()
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
-    return InFlight(finished())
-
-
-@dataclass(frozen=True, slots=True)
-class _OnStream:
-    """The end of a bucket on the resharding stream."""
-
-    event: torch.cuda.Event
-    result: Result
-    device: torch.device
-
-    def wait(self) -> None:
+    def wait(self) -> Result:
         """Let the current stream wait; tensors of the other may then be used, and dropped, on this one."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(self.event)
-        for tensor in self.result.values():
+        result, current = super().wait(), torch.cuda.current_stream(self._device)
+        current.wait_event(self._done)
+        for tensor in result.values():
             tensor.record_stream(current)
+        return result
 
 
 @cache
@@ -337,78 +304,73 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Exchange(NamedTuple):
-    """A hop of one bucket in flight.
+class _Hop:
+    """One rank's part of one hop of one bucket: packs, exchanges and unpacks.
 
-    Attributes:
-        handle: to wait for.
-        sent: the buffer that leaves, alive until it has.
-        received: of values, the buffer of all messages.
-        parts: of gradients, {rank: its message}, this rank's own included.
+    `send` and `send_back` yield the handle of their exchange and keep what leaves alive until it has.
     """
 
-    handle: Handle
-    sent: torch.Tensor
-    received: torch.Tensor
-    parts: Mapping[int, torch.Tensor]
+    def __init__(self, index: BucketIndex, transport: Transport, device: torch.device) -> None:
+        self._index, self._transport, self._device = index, transport, device
 
-
-class _Hop:
-    """One rank's part of one hop, of all buckets: packs, exchanges and unpacks."""
-
-    def __init__(self, indices: Sequence[BucketIndex], transport: Transport, device: torch.device) -> None:
-        self._indices, self._transport, self._device = tuple(indices), transport, device
-
-    def send(self, bucket: int, held: Tensors, dtype: torch.dtype) -> _Exchange:
-        """Start to send values from tensors of the source end, {weight: [rows, columns]}, to the target end."""
-        index = self._indices[bucket]
-        outgoing = [each for each in index.outgoing if each.peers != (index.rank,)]
+    def send(self, held: Tensors, dtype: torch.dtype) -> Generator[Handle, None, torch.Tensor]:
+        """Send values from tensors of the source end, {weight: [rows, columns]}; return the buffer of all messages."""
+        rank = self._index.rank
+        outgoing = [each for each in self._index.outgoing if each.peers != (rank,)]
         sent = self._empty(sum(each.size for each in outgoing), dtype)
         sends = []
         for each, message in zip(outgoing, sent.split([each.size for each in outgoing]), strict=True):
             _pack(message, held, each.strips)
-            sends += [P2PTensor(peer, message) for peer in each.peers if peer != index.rank]
-        received = self._empty(index.received_size, dtype)
-        handle = exchange_nonempty(self._transport, sends, index.split(received))
-        return _Exchange(handle, sent, received, {})
+            sends += [P2PTensor(peer, message) for peer in each.peers if peer != rank]
+        received = self._empty(self._index.received_size, dtype)
+        yield exchange_nonempty(self._transport, sends, _split(received, self._index.messages))
+        return received
 
-    def unpack(self, bucket: int, exchange: _Exchange, held: Tensors, result: Tensors) -> None:
+    def unpack(self, received: torch.Tensor, held: Tensors, result: Tensors) -> None:
         """Fill tensors of the target end with what was received, and with what is in `held` here already."""
-        for source, target in self._indices[bucket].local:
+        for source, target in self._index.local:
             if result[target.weight] is not held[source.weight]:
                 target.in_tensor(result[target.weight]).copy_(source.in_tensor(held[source.weight]))
-        for strip in self._indices[bucket].incoming:
-            strip.in_tensor(result[strip.weight]).copy_(strip.in_buffer(exchange.received))
+        for strip in self._index.incoming:
+            strip.in_tensor(result[strip.weight]).copy_(strip.in_buffer(received))
 
-    def send_back(self, bucket: int, held: Tensors, dtype: torch.dtype) -> _Exchange:
-        """Start to send gradients from tensors of the target end to the source end; what is not held is zero."""
-        index = self._indices[bucket]
+    def send_back(self, held: Tensors, dtype: torch.dtype) -> Generator[Handle, None, dict[int, torch.Tensor]]:
+        """Send gradients from tensors of the target end; what is not held is zero.
+
+        Returns:
+            {rank: its message}, this rank's own included.
+        """
+        index = self._index
         sent = self._empty(index.received_size, dtype)
         own = self._empty(sum(source.size for source, _ in index.local), dtype)
         _pack(sent, held, index.incoming)
         _pack(own, held, [target for _, target in index.local])
         ends = [(peer, each.size) for each in index.outgoing for peer in each.peers if peer != index.rank]
-        received = self._empty(sum(size for _, size in ends), dtype)
-        messages = received.split([size for _, size in ends])
-        receives = [P2PTensor(peer, part) for (peer, _), part in zip(ends, messages, strict=True)]
-        handle = exchange_nonempty(self._transport, index.split(sent), receives)
-        return _Exchange(handle, sent, received, dict(receives) | {index.rank: own})
+        receives = _split(self._empty(sum(size for _, size in ends), dtype), ends)
+        yield exchange_nonempty(self._transport, _split(sent, index.messages), receives)
+        return dict(receives) | {index.rank: own}
 
-    def add(self, bucket: int, exchange: _Exchange, wide: torch.dtype, result: Tensors) -> None:
+    def add(self, parts: Tensors, wide: torch.dtype, result: Tensors) -> None:
         """Add the received gradients to tensors of the source end: those of ranks with the same boxes in rank order."""
-        for each in self._indices[bucket].outgoing:
-            total = exchange.parts[each.peers[0]].to(wide, copy=len(each.peers) > 1)
+        for each in self._index.outgoing:
+            total = parts[each.peers[0]].to(wide, copy=len(each.peers) > 1)
             for peer in each.peers[1:]:
-                total += exchange.parts[peer]
+                total += parts[peer]
             for strip in each.strips:
                 strip.in_tensor(result[strip.weight]).add_(strip.in_buffer(total))
 
-    def weights_added(self, bucket: int) -> frozenset[int]:
+    def weights_sent(self) -> frozenset[int]:
         """Return the weights of which other ranks send gradients to this one."""
-        return frozenset(strip.weight for each in self._indices[bucket].outgoing for strip in each.strips)
+        return frozenset(strip.weight for each in self._index.outgoing for strip in each.strips)
 
     def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
+
+
+def _split(buffer: torch.Tensor, messages: Sequence[tuple[int, int]]) -> list[P2PTensor]:
+    """Split a buffer into messages, given as (peer, elements)."""
+    parts = buffer.split([size for _, size in messages])
+    return [P2PTensor(peer, part) for (peer, _), part in zip(messages, parts, strict=True)]
 
 
 def _pack(buffer: torch.Tensor, held: Tensors, strips: Sequence[Strip]) -> None:
@@ -494,11 +456,6 @@ class BucketIndex:
         """Elements of the target that come from other ranks."""
         return sum(size for _, size in self.messages)
 
-    def split(self, buffer: torch.Tensor) -> list[P2PTensor]:
-        """Split the target end's buffer into messages."""
-        parts = buffer.split([size for _, size in self.messages])
-        return [P2PTensor(peer, part) for (peer, _), part in zip(self.messages, parts, strict=True)]
-
 
 def index_buckets(
     move: Move, rank: int, buckets: Sequence[Sequence[int]], source: Mapping[int, Box], target: Mapping[int, Box]
@@ -507,9 +464,6 @@ def index_buckets(
 
     Args:
         move: at least what the rank sends and receives; two axes.
-        rank: this one.
-        buckets: weights of each, by index.
-        source, target: boxes of this rank.
     """
     last = max([int(move.item.max(initial=0)), *(max(bucket, default=0) for bucket in buckets)])
     number = np.full(last + 1, -1)

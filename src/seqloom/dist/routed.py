@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.dist.transport import Handle, P2PTensor, Transport
+from seqloom.dist.transport import P2PTensor, Transport
 from seqloom.layout import Move, Route
 from seqloom.layout.route import route_move
 
@@ -59,11 +59,8 @@ class PeerSlices(NamedTuple):
         return sum(each.stop - each.start for each in self.slices)
 
 
-class RouteStep(NamedTuple):
-    """One exchange as a rank sees it."""
-
-    sends: tuple[PeerSlices, ...]
-    receives: tuple[PeerSlices, ...]
+RouteStep = tuple[tuple[PeerSlices, ...], tuple[PeerSlices, ...]]
+"""One exchange as a rank sees it: sends and receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +81,19 @@ class RoutedTransfer:
 
         Args:
             move: one axis; an item is a message, of one sender.
-            route: how it crosses nodes.
-            node_size: ranks per node.
-            rank: the one asked for.
         """
         elements, steps = _Elements(move, rank), []
         for step in route_move(move, route, node_size):
             sends = _by_peer(step, step.sender == rank, step.receiver, elements.find)
             receives = _by_peer(step, step.receiver == rank, step.sender, elements.receive)
             if sends or receives:
-                steps.append(RouteStep(sends, receives))
+                steps.append((sends, receives))
         return cls(tuple(steps), elements.forwarded)
 
     @property
     def received_elements(self) -> int:
         """Elements that this rank receives, for itself or for others."""
-        return sum(each.size for step in self.steps for each in step.receives)
+        return sum(each.size for _, receives in self.steps for each in receives)
 
 
 class _Run(NamedTuple):
@@ -166,7 +160,9 @@ def _by_peer(
     """Return the chosen boxes of a step by peer, in the order of the move, which both ends share."""
     boxes = zip(*(column[chosen].tolist() for column in (peer, move.item, move.start, move.stop)), strict=True)
     by_peer = groupby(boxes, key=itemgetter(0))
-    return tuple(PeerSlices(rank, _join_touching(each for _, *box in own for each in slices(*box))) for rank, own in by_peer)
+    return tuple(
+        PeerSlices(rank, _join_touching(each for _, *box in own for each in slices(*box))) for rank, own in by_peer
+    )
 
 
 def _join_touching(slices: Iterator[BufferSlice]) -> tuple[BufferSlice, ...]:
@@ -180,51 +176,37 @@ def _join_touching(slices: Iterator[BufferSlice]) -> tuple[BufferSlice, ...]:
     return tuple(joined)
 
 
-def start_routed(
-    transfer: RoutedTransfer,
-    transport: Transport,
-    sent: Mapping[int, torch.Tensor],
-    wanted: Mapping[int, torch.Tensor],
-    *,
-    unit: int,
-    device: torch.device,
-) -> Handle:
-    """Start one rank's part of a routed move. Until `wait` of the handle it must not use the transport otherwise.
-
-    Args:
-        transfer: what the rank does.
-        transport: this rank's.
-        sent: its messages by item, contiguous; element k of a message is its bytes `k * unit .. (k + 1) * unit - 1`.
-        wanted: tensors for the elements that it wants of every item, one after the other.
-        unit: bytes of an element of the move.
-        device: of the forward buffer.
-    """
-    forward = torch.empty((transfer.forwarded, unit), dtype=torch.uint8, device=device)
-    return _Running(transfer.steps, transport, _as_bytes(sent, unit), _as_bytes(wanted, unit), forward)
-
-
-def _as_bytes(messages: Mapping[int, torch.Tensor], unit: int) -> dict[int, torch.Tensor]:
-    """View contiguous tensors as uint8[elements, unit]."""
-    return {
-        item: message.detach().view(-1).view(torch.uint8).view(message.nbytes // unit, unit)
-        for item, message in messages.items()
-    }
-
-
-class _Running:
-    """The handle of a routed transfer."""
+class RoutedHandle:
+    """One rank's part of a routed move, in flight. Until `wait` the rank must not use the transport otherwise."""
 
     def __init__(
         self,
-        steps: tuple[RouteStep, ...],
+        transfer: RoutedTransfer,
         transport: Transport,
-        sent: dict[int, torch.Tensor],
-        wanted: dict[int, torch.Tensor],
-        forward: torch.Tensor,
+        sent: Mapping[int, torch.Tensor],
+        wanted: Mapping[int, torch.Tensor],
+        *,
+        unit: int,
+        device: torch.device,
     ) -> None:
+        """Start.
+
+        Args:
+            sent: its messages by item, contiguous; element k is the bytes `k * unit .. (k + 1) * unit - 1` of it.
+            wanted: tensors for the elements that it wants of every item, one after the other.
+            unit: bytes of an element of the move.
+        """
+        steps, forward = transfer.steps, torch.empty((transfer.forwarded, unit), dtype=torch.uint8, device=device)
         self._transport, self._device = transport, forward.device
-        self._buffers = {Buffer.SEND: sent, Buffer.RECEIVE: wanted, Buffer.FORWARD: {0: forward}}
-        self._exchange: _Exchange | None = None
+        messages, targets = (
+            {
+                item: each.detach().view(-1).view(torch.uint8).view(each.nbytes // unit, unit)
+                for item, each in of.items()
+            }
+            for of in (sent, wanted)
+        )
+        self._buffers = {Buffer.SEND: messages, Buffer.RECEIVE: targets, Buffer.FORWARD: {0: forward}}
+        self._finish: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
@@ -233,51 +215,55 @@ class _Running:
             self._stream.wait_stream(torch.cuda.current_stream(forward.device))
             with torch.cuda.stream(self._stream):
                 for step in steps:
-                    self._finish(self._begin(step))
+                    self._begin(step)()
         elif len(steps) > 1:
             stream = torch.cuda.current_stream(forward.device) if forward.is_cuda else None
             arguments = (self._begin(steps[0]), steps[1:], stream)
             self._thread = threading.Thread(target=self._run_rest, args=arguments, daemon=True)
             self._thread.start()
         elif steps:
-            self._exchange = self._begin(steps[0])
+            self._finish = self._begin(steps[0])
 
     def wait(self) -> None:
         """See `Handle.wait`. Until then the messages stay referenced, so that nobody reuses their memory."""
-        if self._exchange is not None:
-            self._finish(self._exchange)
+        if self._finish is not None:
+            self._finish()
         if self._thread is not None:
             self._thread.join()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._exchange = self._thread = self._stream = None
+        self._finish = self._thread = self._stream = None
         if self._error is not None:
             raise self._error
 
-    def _run_rest(self, first: _Exchange, others: tuple[RouteStep, ...], stream: torch.cuda.Stream | None) -> None:
+    def _run_rest(
+        self, finish_first: Callable[[], None], others: tuple[RouteStep, ...], stream: torch.cuda.Stream | None
+    ) -> None:
         """Run the steps after the first in a thread; `wait` raises its error."""
         try:
             with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._finish(first)
+                finish_first()
                 for step in others:
-                    self._finish(self._begin(step))
+                    self._begin(step)()
         except BaseException as error:
             self._error = error
 
-    def _begin(self, step: RouteStep) -> _Exchange:
-        """Start the exchange of a step."""
-        sends = [P2PTensor(peer, self._packed(slices)) for peer, slices in step.sends]
-        receives = [P2PTensor(each.peer, self._target(each)) for each in step.receives]
-        return _Exchange(self._transport.exchange(sends, receives), step, receives, sends)
+    def _begin(self, step: RouteStep) -> Callable[[], None]:
+        """Start the exchange of a step; return what waits for it and copies what was received into its slices."""
+        sends = [P2PTensor(peer, self._packed(slices)) for peer, slices in step[0]]
+        receives = [P2PTensor(each.peer, self._target(each)) for each in step[1]]
+        handle = self._transport.exchange(sends, receives)
 
-    def _finish(self, exchange: _Exchange) -> None:
-        """Wait for an exchange and copy what was received into its slices."""
-        exchange.handle.wait()
-        for (_, slices), received in zip(exchange.step.receives, exchange.receives, strict=True):
-            if len(slices) > 1:
-                parts = received.tensor.split([each.stop - each.start for each in slices])
-                for each, part in zip(slices, parts, strict=True):
-                    self._view(each).copy_(part)
+        def finish() -> None:
+            handle.wait()
+            sends.clear()  # the memory of a message stays referenced until here
+            for (_, slices), (_, received) in zip(step[1], receives, strict=True):
+                if len(slices) > 1:
+                    parts = received.split([each.stop - each.start for each in slices])
+                    for each, part in zip(slices, parts, strict=True):
+                        self._view(each).copy_(part)
+
+        return finish
 
     def _view(self, each: BufferSlice) -> torch.Tensor:
         return self._buffers[each.buffer][each.item][each.start : each.stop]
@@ -291,15 +277,6 @@ class _Running:
         """Return where slices of a peer can be received: a single one itself."""
         first = self._view(peer.slices[0])
         return first if len(peer.slices) == 1 else first.new_empty((peer.size, first.shape[1]))
-
-
-class _Exchange(NamedTuple):
-    """A step in flight; keeps the memory of its tensors."""
-
-    handle: Handle
-    step: RouteStep
-    receives: list[P2PTensor]
-    sends: list[P2PTensor]
 
 
 @cache

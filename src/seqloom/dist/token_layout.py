@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from seqloom.dist.rows import (
     expand_runs,
@@ -29,8 +27,9 @@ from seqloom.dist.rows import (
     sort_order,
     span_columns,
 )
-from seqloom.dist.tensor_parallel import TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
-from seqloom.dist.transport import SingleRankTransport, Transport, all_to_all
+from seqloom.dist.tensor_parallel import RowFunction, TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
+from seqloom.dist.threads import SingleRankTransport
+from seqloom.dist.transport import Transport, all_to_all
 from seqloom.errors import PlanError, SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import Move, move_between
@@ -119,27 +118,41 @@ class Context:
     def __init__(
         self,
         work: StageMicroBatch,
+        blocks: Sequence[Layout],
         transport: Transport,
-        spans: tuple[Span, ...],
-        positions: torch.Tensor,
-        documents: torch.Tensor,
-        groups: tuple[BoundGroup, ...],
-        node_size: int | None = None,
+        device: torch.device,
+        node_size: int | None,
+        pieces: Mapping[int, tuple[Span, ...]],
+        kv_cache: object | None,
         redistribute: TokenRedistribute | None = None,
-        pieces: Mapping[int, tuple[Span, ...]] | None = None,
-        kv_cache: object | None = None,
         tp_group: TPGroup | None = None,
     ) -> None:
-        """Store what `bind` has computed.
+        """Do the index work of a rank's groups; see `bind`.
 
         Args:
-            work, transport, spans, positions, documents, groups, node_size, pieces, kv_cache, tp_group: see the class.
+            work, transport, node_size, pieces, kv_cache, tp_group: see the class.
+            blocks: who holds what in the block of this rank, of every group that it is in.
             redistribute: from the linear to the attention layout; None where these are the same.
         """
-        self.work, self.transport, self.spans = work, transport, spans
-        self.positions, self.documents, self.groups = positions, documents, groups
-        self.node_size, self.pieces, self.kv_cache, self.tp_group = node_size, pieces or {}, kv_cache, tp_group
-        remaps_attention = work.remap == Remap.ATTENTION
+        self.work, self.transport, self.node_size = work, transport, node_size
+        self.pieces, self.kv_cache, self.tp_group = pieces, kv_cache, tp_group
+        rank, remaps_attention = transport.rank, work.remap == Remap.ATTENTION
+        own = [group for group in work.groups if rank in group.ranks]
+        # A document is in one group, so sorting by document is all it takes to join the spans of the groups.
+        held = sorted((span, number) for number, layout in enumerate(blocks) for span in layout.spans(rank))
+        self.spans = tuple(span for span, _ in held)
+        _, starts, stops = span_columns(self.spans)
+        lengths = stops - starts
+        firsts, owner = np.cumsum(lengths) - lengths, np.array([number for _, number in held], dtype=np.int64)
+        self.groups = tuple(
+            _bind_group(group, rank, layout, slice_or_index(firsts[mine], lengths[mine]), device)
+            for group, layout, mine in zip(own, blocks, (owner == number for number in range(len(own))), strict=True)
+        )
+        if redistribute is not None and work.linear is not None and remaps_attention:
+            self.spans = work.linear.spans(rank)
+        documents, starts, stops = span_columns(self.spans)
+        self.positions = on_device(expand_runs(starts, stops - starts), device)
+        self.documents = on_device(np.repeat(documents, stops - starts), device)
         self.attention_redistribute = redistribute if remaps_attention else None
         self.mlp_redistribute = None if redistribute is None or remaps_attention else redistribute.reversed()
         self.saved_attention: object | None = None
@@ -183,8 +196,6 @@ def bind(
 
     Args:
         work: the same on all ranks.
-        transport: this rank's.
-        device: of the local tensors.
         node_size: ranks per node. Required by a group with a route; others only run faster with it.
         shard_groups: ranks that run the same rounds, among which tokens may move if the work has a linear layout;
             None: all ranks do.
@@ -195,15 +206,15 @@ def bind(
     """
     _check_ranks(work, transport, node_size)
     _check_layouts(work, tensor)
-    in_pieces, device = _pieces_of_round(work, pieces or {}), torch.device(device)
-    view = partial(_view, transport=transport, device=device, node_size=node_size, pieces=in_pieces, kv_cache=kv_cache)
-    blocks, tp_group = _block_layouts(work, transport.rank), None
+    rank, device = transport.rank, torch.device(device)
+    shared = transport, device, node_size, _pieces_of_round(work, pieces or {}), kv_cache
+    blocks, tp_group = _block_layouts(work, rank), None
     if tensor > 1:
-        ranks, index = tp_ranks_of(work, transport.rank, tensor)
+        ranks, index = tp_ranks_of(work, rank, tensor)
         sliced = slice_of(work, index, tensor)
-        tp_group = bind_tp_group(ranks, index, blocks, view(sliced, _block_layouts(sliced, transport.rank)), family)
+        tp_group = bind_tp_group(ranks, index, blocks, Context(sliced, _block_layouts(sliced, rank), *shared), family)
     redistribute = _bind_redistribute(work, transport, device, shard_groups, family)
-    return view(work, blocks, redistribute=redistribute, tp_group=tp_group)
+    return Context(work, blocks, *shared, redistribute=redistribute, tp_group=tp_group)
 
 
 def bind_single_rank(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Context:
@@ -214,49 +225,6 @@ def bind_single_rank(lengths: Sequence[int], *, device: torch.device | str = "cp
     spans = tuple(Span(number, 0, int(length)) for number, length in enumerate(lengths) if length)
     groups = (Group((0,), 1, 1, spans),) if spans else ()
     return bind(StageMicroBatch(groups, Checkpoint.NONE), SingleRankTransport(), device=device)
-
-
-def _view(
-    work: StageMicroBatch,
-    blocks: Sequence[Layout],
-    *,
-    transport: Transport,
-    device: torch.device,
-    node_size: int | None,
-    pieces: Mapping[int, tuple[Span, ...]],
-    kv_cache: object | None,
-    redistribute: TokenRedistribute | None = None,
-    tp_group: TPGroup | None = None,
-) -> Context:
-    """Do the index work of a rank's groups, whose blocks hold their tokens as `blocks` say."""
-    rank = transport.rank
-    own = [group for group in work.groups if rank in group.ranks]
-    # A document is in one group, so sorting by document is all it takes to join the spans of the groups.
-    held = sorted((span, number) for number, layout in enumerate(blocks) for span in layout.spans(rank))
-    spans = tuple(span for span, _ in held)
-    _, starts, stops = span_columns(spans)
-    lengths = stops - starts
-    firsts, owner = np.cumsum(lengths) - lengths, np.array([number for _, number in held], dtype=np.int64)
-    groups = []
-    for number, (group, layout) in enumerate(zip(own, blocks, strict=True)):
-        rows = slice_or_index(firsts[owner == number], lengths[owner == number])
-        groups.append(_bind_group(group, rank, layout, rows, device))
-    if redistribute is not None and work.linear is not None and work.remap == Remap.ATTENTION:
-        spans = work.linear.spans(rank)
-    documents, starts, stops = span_columns(spans)
-    return Context(
-        work,
-        transport,
-        spans,
-        positions=on_device(expand_runs(starts, stops - starts), device),
-        documents=on_device(np.repeat(documents, stops - starts), device),
-        groups=tuple(groups),
-        node_size=node_size,
-        redistribute=redistribute,
-        pieces=pieces,
-        kv_cache=kv_cache,
-        tp_group=tp_group,
-    )
 
 
 def _block_layouts(work: StageMicroBatch, rank: int) -> list[Layout]:
@@ -342,18 +310,10 @@ class TokenRedistribute:
         """Return the redistribution from target to source."""
         return TokenRedistribute(self.to_source, self.to_target)
 
-    def forward(self, *tensors: torch.Tensor) -> Tensors:
-        """Move rows to the target layout."""
-        return self.to_target(*tensors)
-
-    def backward(self, *gradients: torch.Tensor) -> Tensors:
-        """Move gradients back to the source layout."""
-        return self.to_source(*gradients)
-
 
 def redistribute_tokens(redistribute: TokenRedistribute, *tensors: torch.Tensor) -> Tensors:
     """Move tensors [rows, width, ...] of one dtype together, with autograd. All ranks of the shard group call it."""
-    return _Redistribute.apply(redistribute, *tensors)
+    return RowFunction.apply(redistribute.to_target, redistribute.to_source, *tensors)
 
 
 def run_in_mlp_layout(
@@ -376,18 +336,6 @@ def run_in_mlp_layout(
     return redistribute_tokens(redistribute.reversed(), mlp(inside))[0]
 
 
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, redistribute: TokenRedistribute, *tensors: torch.Tensor) -> Tensors:
-        ctx.redistribute = redistribute
-        return redistribute.forward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        return None, *ctx.redistribute.backward(*gradients)
-
-
 def _bind_redistribute(
     work: StageMicroBatch,
     transport: Transport,
@@ -408,8 +356,9 @@ def _bind_redistribute(
         return None
     taken, sends = _rows_by_peer(move, linear, rank, shard_group, sends=True)
     placed, receives = _rows_by_peer(move, attention, rank, shard_group, sends=False)
-    is_sorted = (np.array_equal(rows, np.arange(len(rows))) for rows in (taken, placed))
-    take, place = (None if done else on_device(rows, device) for done, rows in zip(is_sorted, (taken, placed)))
+    take, place = (
+        None if np.array_equal(rows, np.arange(len(rows))) else on_device(rows, device) for rows in (taken, placed)
+    )
     ends = transport, shard_group, has_communicator(shard_group, family)
     return TokenRedistribute(
         RowExchange(*ends, sends, receives, take, None if place is None else inverse_permutation(place)),
@@ -490,12 +439,8 @@ def _check_ranks(work: StageMicroBatch, transport: Transport, node_size: int | N
     """Refuse groups and routes that the ranks of a transport cannot run."""
     for group in work.groups:
         name = f"a group on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
-        beyond = [rank for rank in group.ranks if not 0 <= rank < transport.ranks]
-        if beyond:
-            raise SeqloomError(
-                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
-                f"bind a plan made for {transport.ranks} ranks, or start at least {max(beyond) + 1}"
-            )
+        advice = f"bind a plan made for {transport.ranks} ranks, or start at least {max(group.ranks, default=0) + 1}"
+        _check_known(name, group.ranks, transport, advice)
         if len(set(group.ranks)) < group.degree or group.ulysses * group.ring != group.degree or not group.ranks:
             raise SeqloomError(f"{name}: it needs ulysses x ring different ranks; list every rank once")
         for block in group.ulysses_groups():
@@ -507,16 +452,19 @@ def _check_ranks(work: StageMicroBatch, transport: Transport, node_size: int | N
         if group.route is None:
             continue
         name = f"a group on ranks {group.ranks} routed through proxies {group.route.proxies}"
-        beyond = [rank for rank in group.route.proxies if not 0 <= rank < transport.ranks]
-        if beyond:
-            raise SeqloomError(
-                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
-                "choose proxies among them, or leave the route out"
-            )
+        _check_known(name, group.route.proxies, transport, "choose proxies among them, or leave the route out")
         if node_size is None:
             raise SeqloomError(
                 f"{name}: which ranks share a node is not known; bind with node_size=..., or leave the route out"
             )
+
+
+def _check_known(name: str, ranks: Sequence[int], transport: Transport, advice: str) -> None:
+    beyond = [rank for rank in ranks if not 0 <= rank < transport.ranks]
+    if beyond:
+        raise SeqloomError(
+            f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; {advice}"
+        )
 
 
 def _check_layouts(work: StageMicroBatch, tensor: int) -> None:

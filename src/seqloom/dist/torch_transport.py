@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,6 +26,7 @@ TAGS = {P2PDirection.FORWARD: 1, P2PDirection.BACKWARD: 2}
 """gloo's tags of messages; tensors of `exchange` have 0."""
 BACKGROUND_TAG = 3
 """gloo's tag of tensors on the background world."""
+Copy = tuple[torch.Tensor, torch.Tensor]
 _created: weakref.WeakSet[Communicators] = weakref.WeakSet()
 
 
@@ -42,23 +43,7 @@ class Communicators:
         has_nccl: whether CUDA tensors travel by NCCL.
     """
 
-    def __init__(
-        self,
-        family: GroupFamily,
-        world: dist.ProcessGroup | None,
-        groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
-        p2p_groups: Mapping[tuple[P2PDirection, bool], dist.ProcessGroup | None],
-        background: dist.ProcessGroup | None,
-    ) -> None:
-        """Store what `create` has made."""
-        self.family, self.world, self.background = family, world, background
-        self.rank = dist.get_rank()
-        self.has_nccl = "nccl" in dist.get_backend_config()
-        self.groups, self._p2p_groups = dict(groups), dict(p2p_groups)
-        _created.add(self)
-
-    @classmethod
-    def create(cls, family: GroupFamily) -> Communicators:
+    def __init__(self, family: GroupFamily) -> None:
         """Create a process group for every block, in the family's order.
 
         Every process of the job calls this, whichever blocks it is in: torch creates a group with the help of all.
@@ -69,20 +54,21 @@ class Communicators:
         """
         if not dist.is_initialized():
             raise SeqloomError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-        size = dist.get_world_size()
+        size, everyone = dist.get_world_size(), range(family.ranks)
         if family.ranks > size:
             raise SeqloomError(f"a family of {family.ranks} ranks in a job of {size}; make it for at most {size} ranks")
-        everyone = range(family.ranks)
-        world = _new_group(everyone) if family.ranks < size else dist.group.WORLD
-        groups = {tuple(block): _new_group(block) for block in family.communicators()}
-        p2p_groups, background = {}, world
-        if "nccl" in dist.get_backend_config():
+        self.family, self.rank, self.has_nccl = family, dist.get_rank(), "nccl" in dist.get_backend_config()
+        self.world = _new_group(everyone) if family.ranks < size else dist.group.WORLD
+        self.groups = {tuple(block): _new_group(block) for block in family.communicators()}
+        self._p2p_groups: dict[tuple[P2PDirection, bool], dist.ProcessGroup | None] = {}
+        self.background = self.world
+        if self.has_nccl:
             # Groups, not yet communicators: NCCL creates one for every pair of ranks at their first message. It runs
             # the messages of a pair in a group one after the other, so each direction upward and downward has its own.
             keys = [(direction, upward) for direction in P2PDirection for upward in (True, False)]
-            p2p_groups = {key: _new_group(everyone) for key in keys}
-            background = _new_group(everyone)
-        return cls(family, world, groups, p2p_groups, background)
+            self._p2p_groups = {key: _new_group(everyone) for key in keys}
+            self.background = _new_group(everyone)
+        _created.add(self)
 
     def group_of(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return the process group of a block; None for a block of one rank, which needs none."""
@@ -154,15 +140,13 @@ def check_block(block: tuple[int, ...], rank: int, ranks: int, family: GroupFami
     """Refuse a block without `rank`, one that is not ascending, and one outside the family.
 
     Args:
-        block: ranks of a communicator.
-        rank: the calling one.
-        ranks: size of the world.
         family: the legal blocks; None: all.
     """
     ascending = all(low < high for low, high in pairwise(block))
     if rank not in block or not ascending or block[0] < 0 or block[-1] >= ranks:
         raise SeqloomError(
-            f"block {block} called by rank {rank} of {ranks}: a block is an ascending run of ranks, the caller in it"
+            f"block {block} called by rank {rank} of {ranks}: a block is an ascending run of ranks, the "
+            "caller in it; use a transport that reaches all of them"
         )
     size = len(block)
     if family is not None and (block[-1] - block[0] != size - 1 or not family.contains(block[0], size)):
@@ -179,7 +163,6 @@ class TorchTransport:
         """Use these communicators. With NCCL the process must have set its CUDA device.
 
         Args:
-            communicators: of the job.
             background: whether `exchange` is on the second world communicator.
         """
         if communicators.world is None:
@@ -231,12 +214,11 @@ class TorchTransport:
         self._copy_own(sends, receives)
         outgoing = [each for each in sends if each.peer != self.rank and each.tensor.numel()]
         incoming = [each for each in receives if each.peer != self.rank and each.tensor.numel()]
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[Copy] = []
         if self._stages_on_host:
             outgoing = _to_host(outgoing)
             staged = [each._replace(tensor=_host_like(each.tensor)) for each in incoming]
-            pairs = zip(incoming, staged, strict=True)
-            copies = [(target.tensor, host.tensor) for target, host in pairs if target.tensor is not host.tensor]
+            copies = [(target.tensor, host.tensor) for target, host in zip(incoming, staged, strict=True)]
             incoming = staged
         world = self._communicators.background if self._background else self._communicators.world
         tag = BACKGROUND_TAG if self._background else 0
@@ -244,7 +226,7 @@ class TorchTransport:
         # a send two ranks that exchange would take turns.
         batch = [dist.P2POp(dist.irecv, tensor, peer, world, tag) for peer, tensor in incoming]
         batch += [dist.P2POp(dist.isend, tensor, peer, world, tag) for peer, tensor in outgoing]
-        return _Transfer(dist.batch_isend_irecv(batch) if batch else [], copies)
+        return _Transfer(dist.batch_isend_irecv(batch) if batch else [], [], copies)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
         """Call all_gather_into_tensor."""
@@ -281,18 +263,14 @@ class TorchTransport:
         check_peer(self.rank, self.ranks, peer, direction)
         group = self._communicators.p2p_group(direction, upward=self.rank < peer)
         given = _to_host([P2PTensor(peer, tensor)])[0].tensor if self._stages_on_host else tensor.detach()
-        work = dist.isend(given, peer, group=group, tag=TAGS[direction])
-        assert work is not None  # it is where this process is not in the group
-        return _Message(work, given)
+        return _Transfer([dist.isend(given, peer, group=group, tag=TAGS[direction])], [given], [])
 
     def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
         """Call irecv."""
         check_peer(self.rank, self.ranks, peer, direction)
         group = self._communicators.p2p_group(direction, upward=peer < self.rank)
         buffer = _host_like(tensor) if self._stages_on_host else tensor.detach()
-        work = dist.irecv(buffer, peer, group=group, tag=TAGS[direction])
-        assert work is not None
-        return _Message(work, buffer, tensor if buffer.device != tensor.device else None)
+        return _Transfer([dist.irecv(buffer, peer, group=group, tag=TAGS[direction])], [], [(tensor, buffer)])
 
     def _copy_own(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> None:
         given = [tensor for peer, tensor in sends if peer == self.rank]
@@ -307,41 +285,33 @@ class TorchTransport:
             target.detach().view(-1).copy_(source.detach().view(-1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Transfer:
-    """A started exchange, and the (target, host buffer) copies to make after it."""
+    """A started exchange or message.
 
-    works: Sequence[dist.Work]
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    Attributes:
+        works: torch's handles.
+        sent: buffers, alive while they travel.
+        copies: (target, host buffer) of what is received; on another device, the buffer is copied at the end.
+    """
+
+    works: Sequence[dist.Work | None]
+    sent: Sequence[torch.Tensor]
+    copies: Sequence[Copy]
 
     def wait(self) -> None:
         """See `Handle.wait`."""
         for work in self.works:
+            assert work is not None  # it is where this process is not in the group
             work.wait()
-        for target, host in self.copies:
-            target.detach().copy_(host, non_blocking=True)
-
-
-@dataclass(slots=True)
-class _Message:
-    """A started message: its buffer stays alive while it travels; `target` is filled from a host buffer."""
-
-    work: dist.Work | None
-    buffer: torch.Tensor | None
-    target: torch.Tensor | None = None
-
-    def wait(self) -> None:
-        """See `Handle.wait`."""
-        if self.work is None:
-            return
-        self.work.wait()
-        if self.target is not None and self.buffer is not None:
-            self.target.detach().copy_(self.buffer, non_blocking=True)
-        self.work = self.buffer = self.target = None
+        for target, buffer in self.copies:
+            if buffer.device != target.device:
+                target.detach().copy_(buffer, non_blocking=True)
+        self.works = self.sent = self.copies = ()
 
     def done(self) -> bool:
         """See `Message.done`; gloo cannot tell."""
-        return self.work is None or self.work.is_completed()
+        return all(work is not None and work.is_completed() for work in self.works)
 
 
 def _to_host(tensors: Sequence[P2PTensor]) -> list[P2PTensor]:

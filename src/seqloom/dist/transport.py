@@ -54,7 +54,6 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Return when received tensors may be read and sent ones overwritten (on a GPU: in stream order)."""
-        ...
 
 
 class Message(Handle, Protocol):
@@ -62,7 +61,6 @@ class Message(Handle, Protocol):
 
     def done(self) -> bool:
         """Whether `wait` is known to return at once; a transport that cannot tell says no until `wait` returned."""
-        ...
 
 
 class Transport(Protocol):
@@ -71,17 +69,14 @@ class Transport(Protocol):
     @property
     def rank(self) -> int:
         """This rank."""
-        ...
 
     @property
     def ranks(self) -> int:
         """Size of the world."""
-        ...
 
     @property
     def waits_in_stream(self) -> bool:
         """Whether `wait` of a handle blocks only the current CUDA stream, not the caller."""
-        ...
 
     @property
     def background(self) -> Transport:
@@ -89,7 +84,6 @@ class Transport(Protocol):
 
         Exchanges here and there do not wait for each other.
         """
-        ...
 
     def all_to_all(
         self,
@@ -106,37 +100,30 @@ class Transport(Protocol):
             output_sizes, input_sizes: elements of every chunk; zero is allowed.
             block: ranks of the communicator, this one included; one of the fixed family.
         """
-        ...
 
     def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
         """Start all these sends and receives at once, on the world communicator (batch_isend_irecv).
 
         Tensors between the same two ranks arrive in the order listed.
         """
-        ...
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
         """Fill `output` [len(block) * n] with the `input` [n] of every rank of `block`, in block order."""
-        ...
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
         """Replace `tensor` by its sum over the ranks of `block`, bit for bit the same on all of them."""
-        ...
 
     def connect(self, channels: Iterable[P2PChannel]) -> None:
         """Set up channels for `send` and `receive`. Both ends name a channel before its first message.
 
         Ranks may name different channels; naming a connected one again costs nothing.
         """
-        ...
 
     def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
         """Start to send a contiguous tensor of at least one element to another rank."""
-        ...
 
     def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
         """Start to receive the next message of `peer` into a contiguous tensor of its size and dtype."""
-        ...
 
 
 class Completed:
@@ -150,64 +137,6 @@ class Completed:
     def done(self) -> bool:
         """Return True."""
         return True
-
-
-class SingleRankTransport:
-    """The transport of a world with one rank, which receives what it sends."""
-
-    rank = 0
-    ranks = 1
-    waits_in_stream = False
-
-    @property
-    def background(self) -> SingleRankTransport:
-        """Itself."""
-        return self
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        block: Sequence[int],
-    ) -> None:
-        """Copy `input` to `output`."""
-        self._refuse_others(block)
-        output.copy_(input)
-
-    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
-        """Copy the sent tensors into the received ones, in the order listed."""
-        self._refuse_others([peer for peer, _ in (*sends, *receives)])
-        for sent, received in zip(sends, receives, strict=True):
-            received.tensor.copy_(sent.tensor)
-        return Completed()
-
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
-        """Copy `input` to `output`."""
-        self._refuse_others(block)
-        output.copy_(input)
-
-    def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
-        """Leave the tensor as it is."""
-        self._refuse_others(block)
-
-    def connect(self, channels: Iterable[P2PChannel]) -> None:
-        """Refuse any channel: there is no other rank."""
-        for channel in channels:
-            check_peer(self.rank, self.ranks, max(channel.peers), channel.direction)
-
-    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
-        """Refuse: there is no other rank."""
-        check_peer(self.rank, self.ranks, peer, direction)
-        return Completed()
-
-    receive = send
-
-    def _refuse_others(self, ranks: Sequence[int]) -> None:
-        others = [rank for rank in ranks if rank != 0]
-        if others:
-            raise SeqloomError(f"rank {others[0]} in a world of one rank; use a transport that reaches it")
 
 
 def check_peer(rank: int, ranks: int, peer: int, direction: P2PDirection) -> None:
@@ -239,7 +168,6 @@ def all_to_all(
     """Run `Transport.all_to_all` among any ranks, all of which call it.
 
     Args:
-        transport: this rank's.
         output, input, output_sizes, input_sizes: see `Transport.all_to_all`.
         ranks: distinct, in the same order on all of them; this one included.
         collective: whether these ranks have a communicator; otherwise they send and receive on the world's.
@@ -263,10 +191,8 @@ def broadcast_bytes(
     """Return the root's bytes on every rank, in a binary tree of exchanges; all ranks of the world call it.
 
     Args:
-        transport: this rank's.
         payload: what the root sends, such as a plan; None on the others.
         root: the rank that has it.
-        device: of the transport's tensors.
     """
     if (payload is None) == (transport.rank == root):
         given = "nothing" if payload is None else f"{len(payload)} bytes"
@@ -284,13 +210,11 @@ def broadcast_bytes(
 
 def _broadcast(transport: Transport, tensor: torch.Tensor, root: int) -> None:
     """Fill `tensor` on all ranks with the root's: in hop k the first 2^k ranks each serve one more."""
-    index = (transport.rank - root) % transport.ranks
-    reached = 1
-    while reached < transport.ranks:
-        if index < reached:
-            child = index + reached
-            if child < transport.ranks:
-                transport.exchange([P2PTensor((child + root) % transport.ranks, tensor)], []).wait()
-        elif index < 2 * reached:
-            transport.exchange([], [P2PTensor((index - reached + root) % transport.ranks, tensor)]).wait()
+    ranks = transport.ranks
+    index, reached = (transport.rank - root) % ranks, 1
+    while reached < ranks:
+        child, parent = index + reached, index - reached
+        sends = [P2PTensor((child + root) % ranks, tensor)] if index < reached and child < ranks else []
+        receives = [P2PTensor((parent + root) % ranks, tensor)] if 0 <= parent < reached else []
+        exchange_nonempty(transport, sends, receives).wait()
         reached *= 2

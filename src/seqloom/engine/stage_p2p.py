@@ -14,6 +14,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -63,15 +64,13 @@ class StageBoundary:
     def __init__(self, pipeline: Pipeline, rank: int, device: torch.device) -> None:
         """Look at a pipeline; rows are computed when they are asked for."""
         self._pipeline, self._rank, self._device = pipeline, rank, device
-        self._layouts: dict[tuple[int, int], Layout] = {}
-        self._unchanged: dict[tuple[int, int], bool] = {}
+        self._layout = cache(lambda stage, number: hidden_layout(pipeline.rounds[number].by_stage[stage]))
+        self._is_unchanged = cache(self._compare)
 
     def slices(self, stage: int, round_index: int, tokens: int) -> tuple[RowSlices, RowSlices]:
         """Return what comes from the previous stage and what goes to the next one in a round.
 
         Args:
-            stage: one of this rank.
-            round_index: in the pipeline.
             tokens: of this rank on the stage.
         """
         last = len(self._pipeline.stages) - 1
@@ -111,22 +110,13 @@ class StageBoundary:
         layouts = self._layout(stage, round_index), self._layout(stage + 1, round_index)
         return row_slices(*layouts, self._rank, sends=sends, device=self._device)
 
-    def _is_unchanged(self, stage: int, round_index: int) -> bool:
+    def _compare(self, stage: int, round_index: int) -> bool:
         """Whether ranks of equal index in a stage and the next one hold the same tokens."""
-        key = (stage, round_index)
-        if key not in self._unchanged:
-            ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
-            work, other = self._pipeline.rounds[round_index].by_stage[stage : stage + 2]
-            self._unchanged[key] = same_groups(work, other, ranks, others) or same_layout(
-                self._layout(stage, round_index), self._layout(stage + 1, round_index), ranks, others
-            )
-        return self._unchanged[key]
-
-    def _layout(self, stage: int, round_index: int) -> Layout:
-        key = (stage, round_index)
-        if key not in self._layouts:
-            self._layouts[key] = hidden_layout(self._pipeline.rounds[round_index].by_stage[stage])
-        return self._layouts[key]
+        ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
+        work, other = self._pipeline.rounds[round_index].by_stage[stage : stage + 2]
+        return same_groups(work, other, ranks, others) or same_layout(
+            self._layout(stage, round_index), self._layout(stage + 1, round_index), ranks, others
+        )
 
 
 def hidden_layout(work: StageMicroBatch) -> Layout:
@@ -163,9 +153,7 @@ def row_slices(
 
     Args:
         source, target: of a stage and of the next one.
-        rank: the one asked for.
         sends: what it sends from its rows of the source; else what it receives for its rows of the target.
-        device: of the rows.
     """
     held = source if sends else target
     peers, starts, lengths = rows_of_move(move_between(source, target), held, rank, sends=sends)
@@ -202,13 +190,8 @@ class Receive(NamedTuple):
     slices: tuple[RowSlice, ...]
 
 
-class _Posted(NamedTuple):
-    """A message being received into `tensor`, whose rows go to `rows` of the result; None: they are there."""
-
-    peer: int
-    message: Message
-    tensor: torch.Tensor
-    rows: torch.Tensor | None
+_Posted = tuple[int, Message, torch.Tensor, torch.Tensor | None]
+"""Peer, message, tensor that it is received into, and the rows of the result where these go (None: they are there)."""
 
 
 class StageP2P:
@@ -226,11 +209,8 @@ class StageP2P:
         """Start with nothing sent.
 
         Args:
-            transport: this rank's; its channels are connected.
             empty_hidden_states: allocates the hidden states of so many tokens, see `Parameters.empty_hidden_states`.
             receives: all RECVs of the row, in its order.
-            progress: notes what is waited for.
-            ahead: see `POSTED_AHEAD`.
         """
         self._transport, self._empty, self._progress = transport, empty_hidden_states, progress
         self._receives = deque(receives)
@@ -307,7 +287,7 @@ class StageP2P:
             tensor = self._empty(tokens) if scattered else result[rows]
             with self._progress.waiting(receive.action, peer):
                 message = self._transport.receive(tensor, peer, direction)
-            posted.append(_Posted(peer, message, tensor, rows if scattered else None))
+            posted.append((peer, message, tensor, rows if scattered else None))
         self._posted_tokens += receive.tokens
         self._posted[receive.action] = (receive, result, posted)
 
@@ -333,7 +313,6 @@ class Progress:
 
         Args:
             pipeline: the one that the rank is in; None: it is in none.
-            rank: this one.
             name: of the pipeline, where there are several.
         """
         self._rows, self._rank, self._name = () if pipeline is None else pipeline.actions, rank, name
@@ -351,7 +330,6 @@ class Progress:
         """Note that a message is waited for; an error in the block gets the report.
 
         Args:
-            action: the SEND or RECV of the message.
             peer: its sender; None: it was sent by this rank.
         """
         self._awaited = (action, peer)

@@ -173,12 +173,7 @@ def cut_into_steps(work: np.ndarray, pack_levels: np.ndarray, levels: Sequence[P
     """Sort the packs of every level by their work, most first, and cut consecutive ones into steps.
 
     The last packs of a level, if too few for a step, make a smaller step: they are not full, and would leave ranks
-    waiting in any other.
-
-    Args:
-        work: int64[P] sum of squared lengths of every pack.
-        pack_levels: int64[P] index of every pack's level.
-        levels: of the data set.
+    waiting in any other. `work` is int64[P] sum of squared lengths, `pack_levels` int64[P] index of a pack's level.
     """
     steps: list[Step] = []
     for index, level in enumerate(levels):
@@ -192,10 +187,7 @@ def cut_into_steps(work: np.ndarray, pack_levels: np.ndarray, levels: Sequence[P
 def running_order(levels: np.ndarray, *, short_first: int, seed: int) -> np.ndarray:
     """int64[S] numbers of steps: levels alternate in proportion to their steps; steps of one level are shuffled.
 
-    Args:
-        levels: int64[S] index of each step's level.
-        short_first: number of first steps that are of the lowest level, while there are any.
-        seed: of the shuffle.
+    `levels` is int64[S] index of each step's level. First come `short_first` steps of the lowest, while there are any.
     """
     keys = np.random.Philox(np.random.SeedSequence([seed])).random_raw(len(levels))  # numpy guarantees this stream
     shuffled = np.argsort(keys, kind="stable")
@@ -218,10 +210,9 @@ def _in_running_order(
 ) -> Packing:
     """Build the packing whose packs run in the order of these steps."""
     packs = np.concatenate([own for _, own in steps])
-    place = np.empty_like(packs)
-    place[packs] = np.arange(len(packs))
-    documents = np.argsort(place[pack], kind="stable")
-    pack_starts = np.searchsorted(place[pack][documents], np.arange(len(packs) + 1))
+    place = np.argsort(packs)[pack]  # of every document's pack in the run
+    documents = np.argsort(place, kind="stable")
+    pack_starts = np.searchsorted(place[documents], np.arange(len(packs) + 1))
     step_starts = np.concatenate([[0], np.cumsum([len(own) for _, own in steps])])
     step_levels = np.array([level for level, _ in steps], dtype=np.int64)
     return Packing(name, lengths, cost, levels, documents, pack_starts, step_starts, step_levels)
@@ -229,27 +220,16 @@ def _in_running_order(
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """A packed data set: documents in packs, packs in steps, in running order. One level per step.
+    """A packed data set: documents in packs, packs in steps, in running order. One level per step."""
 
-    Attributes:
-        name: planner's name in the plans.
-        lengths: int64[n] tokens of every document of the data set.
-        cost: prices the packs on the cluster.
-        levels: shortest packs first.
-        documents: int64[n] numbers of documents, pack after pack.
-        pack_starts: int64[P + 1] where in `documents` each pack begins; the last one is n.
-        step_starts: int64[S + 1] the first pack of each step; the last one is P.
-        step_levels: int64[S] index of each step's level.
-    """
-
-    name: str
-    lengths: np.ndarray
-    cost: CostModel
-    levels: tuple[PackingLevel, ...]
-    documents: np.ndarray
-    pack_starts: np.ndarray
-    step_starts: np.ndarray
-    step_levels: np.ndarray
+    name: str  # planner's name in the plans
+    lengths: np.ndarray  # int64[n] tokens of every document of the data set
+    cost: CostModel  # prices the packs on the cluster
+    levels: tuple[PackingLevel, ...]  # shortest packs first
+    documents: np.ndarray  # int64[n] numbers of documents, pack after pack
+    pack_starts: np.ndarray  # int64[P + 1] where in `documents` each pack begins; the last one is n
+    step_starts: np.ndarray  # int64[S + 1] the first pack of each step; the last one is P
+    step_levels: np.ndarray  # int64[S] index of each step's level
 
     @property
     def steps(self) -> int:
@@ -288,18 +268,7 @@ class Packing:
         """int64[P]: index of every pack's level."""
         return np.repeat(self.step_levels, np.diff(self.step_starts))
 
-    @cached_property
-    def pack_tokens(self) -> np.ndarray:
-        """int64[P]: tokens of every pack, padding included."""
-        return np.add.reduceat(self.cost.padded_lengths(self.lengths)[self.documents], self.pack_starts[:-1])
-
-    @cached_property
-    def pack_squares(self) -> np.ndarray:
-        """int64[P]: attention work of every pack, the sum of its documents' squared lengths."""
-        return np.add.reduceat(np.square(self.lengths[self.documents]), self.pack_starts[:-1])
-
-    @cached_property
-    def pack_ns(self) -> np.ndarray:
+    def _pack_ns(self) -> np.ndarray:
         """int64[P]: time of every pack's group."""
         times = np.zeros(len(self._pack_levels), dtype=np.int64)
         counts = np.diff(self.pack_starts)
@@ -317,9 +286,9 @@ class Packing:
 
         In a round, ranks of a shard group wait for the slowest of their packs; others go on.
         """
-        times = np.zeros(self.steps, dtype=np.int64)
+        times, pack_ns = np.zeros(self.steps, dtype=np.int64), self._pack_ns()
         for index, level in enumerate(self.levels):
-            size, grid = self.cost.shard_group_size, self._grid(self.pack_ns, index)
+            size, grid = self.cost.shard_group_size, self._grid(pack_ns, index)
             blocks = self.cost.family.blocks(level.shape.degree)
             touched = [range(block.start // size, (block.stop - 1) // size + 1) for block in blocks]
             slowest = np.zeros((grid.shape[1], self.cost.ranks // size, len(grid)), dtype=np.int64)
@@ -347,12 +316,15 @@ class Packing:
     @cached_property
     def balance(self) -> Balance:
         """The same figures as `plans_balance` of all its plans, without building the plans."""
-        tokens = np.add.reduceat(self.lengths[self.documents], self.pack_starts[:-1])
+        lengths, starts = self.lengths[self.documents], self.pack_starts[:-1]
+        tokens, padded, squares = (
+            np.add.reduceat(each, starts) for each in (lengths, self.cost.padded_lengths(lengths), np.square(lengths))
+        )
         spread = np.array([level.shape.degree > 1 for level in self.levels])[self._pack_levels]
         return Balance(
-            tokens=float(self._imbalance(self.pack_tokens).mean()),
-            padding=float(1 - self.lengths.sum() / self.pack_tokens.sum()),
-            attention=float(self._imbalance(self.pack_squares).mean()),
+            tokens=float(self._imbalance(padded).mean()),
+            padding=float(1 - tokens.sum() / padded.sum()),
+            attention=float(self._imbalance(squares).mean()),
             communication=float(tokens[spread].sum() / tokens.sum()),
             steps=self.steps,
             step_ns=float(self.step_ns.mean()),
@@ -386,43 +358,23 @@ class Balance:
     An imbalance is 1 - mean / max over all ranks. The maxima of consecutive rounds add up, since all ranks wait in
     every round for the one with most work. Among pipelines side by side, the largest such sum counts; in a pipeline,
     that of the slowest stage, with work in proportion to its layers.
-
-    Attributes:
-        tokens: imbalance of tokens (DBR).
-        padding: tokens computed beyond those of the documents, of all tokens of all steps (PR).
-        attention: imbalance of attention work, squares of lengths (ABR).
-        communication: tokens of documents that are spread over several ranks, of all tokens of all steps (CR).
-        steps: their number.
-        step_ns: their mean predicted time.
     """
 
-    tokens: float
-    padding: float
-    attention: float
-    communication: float
-    steps: int
-    step_ns: float
+    tokens: float  # imbalance of tokens (DBR)
+    padding: float  # tokens computed beyond those of the documents, of all tokens of all steps (PR)
+    attention: float  # imbalance of attention work, squares of lengths (ABR)
+    communication: float  # tokens of documents that are spread over several ranks, of all tokens of all steps (CR)
+    steps: int  # their number
+    step_ns: float  # their mean predicted time
 
     def as_dict(self) -> dict[str, float]:
         """The field's names: DBR, PR, ABR, CR; the time in milliseconds."""
-        return {
-            "dbr": self.tokens,
-            "pr": self.padding,
-            "abr": self.attention,
-            "cr": self.communication,
-            "steps": self.steps,
-            "mean_step_ms": self.step_ns / 1e6,
-        }
+        shares = {"dbr": self.tokens, "pr": self.padding, "abr": self.attention, "cr": self.communication}
+        return {**shares, "steps": self.steps, "mean_step_ms": self.step_ns / 1e6}
 
 
 def plans_balance(plans: Sequence[Plan], cost: CostModel, step_ns: Sequence[int] | None = None) -> Balance:
-    """Compute the balance of several steps.
-
-    Args:
-        plans: of the steps, at least one.
-        cost: prices them, and knows the multiple to which documents are padded.
-        step_ns: their predicted times; None computes them.
-    """
+    """Compute the balance of several steps, at least one; without `step_ns` their times are predicted."""
     times = [predicted_ns(plan, cost) for plan in plans] if step_ns is None else step_ns
     tokens = sum(plan.tokens for plan in plans)
     padded = sum(int(cost.padded_lengths(np.array(plan.documents)).sum()) for plan in plans)

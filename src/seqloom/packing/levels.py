@@ -34,21 +34,13 @@ FILL_PARTS = 32
 
 
 class PackingLevel(NamedTuple):
-    """Packs of one length, and how they are run.
+    """Packs of one length, and how they are run."""
 
-    Attributes:
-        tokens: of a full pack.
-        shape: of the group that runs a pack.
-        policy: activations that a round stores, and when gradients are reduced.
-        packs: packs of a step, in as many full rounds as the step's tokens allow.
-        token_ps: predicted picoseconds per token of a full step.
-    """
-
-    tokens: int
-    shape: GroupShape
-    policy: MemoryPolicy
-    packs: int
-    token_ps: int
+    tokens: int  # of a full pack
+    shape: GroupShape  # of the group that runs a pack
+    policy: MemoryPolicy  # activations that a round stores, and when gradients are reduced
+    packs: int  # packs of a step, in as many full rounds as the step's tokens allow
+    token_ps: int  # predicted picoseconds per token of a full step
 
 
 def level_sets(lengths: np.ndarray, cost: CostModel, step_tokens: int) -> Iterator[tuple[PackingLevel, ...]]:
@@ -120,11 +112,8 @@ def _levels(lengths: Sequence[int], sizes: np.ndarray, cost: CostModel, step_tok
 def cheapest_level(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, step_tokens: int) -> PackingLevel:
     """Find the level with the least time per token; of nearly equal ones, the one that fills a step best.
 
-    Args:
-        lengths: tokens of a pack to choose from; packs may be somewhat longer, to fill a step.
-        documents: int64[n] tokens of the documents in the packs, sorted.
-        cost: prices packs.
-        step_tokens: no step has more tokens.
+    Its packs have one of these lengths, or are somewhat longer to fill a step of at most `step_tokens`, and hold such
+    documents, int64[n] tokens, sorted.
     """
     sample = documents[np.linspace(0, len(documents) - 1, min(SAMPLE, len(documents))).astype(np.int64)]
     priced = [each for policy in cost.policies for each in _priced(sorted(lengths), policy, sample, cost, step_tokens)]

@@ -57,7 +57,6 @@ from seqloom.plan.parameter_layout import (
     dp_groups,
     layer_buckets,
     optimiser_layout,
-    step_layout,
 )
 
 Tensors = Mapping[int, torch.Tensor]
@@ -85,7 +84,6 @@ class ReshardingParameters(Parameters):
             transport: this rank's; where torch.distributed runs, all ranks of the job.
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
-            chunk: as in `summed_loss`.
         """
         parameters = list(adapter.module.parameters())
         device = device_of(adapter, parameters)
@@ -95,18 +93,16 @@ class ReshardingParameters(Parameters):
         self._trained = [weight for weight, each in enumerate(parameters) if each.requires_grad]
         del parameters
         self._buckets = layer_buckets(self._weights)
+        users = [{user for weight in bucket for user in self._weights[weight].used_by} for bucket in self._buckets]
         self._buckets_by_user = {
-            user: frozenset(
-                index
-                for index, bucket in enumerate(self._buckets)
-                if any(user in self._weights[weight].used_by for weight in bucket)
-            )
+            user: frozenset(bucket for bucket, found in enumerate(users) if user in found)
             for user in (EMBEDDING, *range(len(adapter.layers)), HEAD)
         }
         self._masters = OptimizerShards(adapter, transport, device)
         self._copies = ComputeCopies(adapter.module, param_dtype, self._masters.shapes)
         self._resharders: dict[tuple[tuple[tuple[Stage, ...], ...], StageIndices, int], PlanResharders] = {}
-        self._prefetch, self._resharded = ParamPrefetch(), ReshardedStages({}, {}, self._copies)
+        self._in_flight: dict[int, InFlight] = {}  # buckets of parameters on their way to the copies
+        self._resharded = ReshardedStages({}, {}, self._copies)
         self._grad_reduce: GradReduce | None = None
         self._sends_gradients = False  # inside the last backward of the step
         self._register_hooks()
@@ -130,7 +126,10 @@ class ReshardingParameters(Parameters):
             for weight in resharded & held.keys()
         }
         self._resharded = ReshardedStages(resharders.by_stage, shards, self._copies)
-        self._prefetch.start(resharders.values, rows, dtype, to_fill | shards)
+        for bucket in range(len(self._buckets)):
+            self._in_flight[bucket] = resharders.values.start_copy(bucket, rows, dtype, into=to_fill | shards)
+        for transfer in self._in_flight.values():
+            transfer.start_second_hop()
         stages = [pair for each in plan.pipelines for pair in zip(each.stages, each.layer_ranges, strict=True)]
         mine = {layers: self._buckets_of(layers) for stage, layers in stages if self._transport.rank in stage.ranks}
         self._grad_reduce = GradReduce(resharders.gradients, self._pop_gradients, sum_dtype(dtype), mine)
@@ -138,12 +137,12 @@ class ReshardingParameters(Parameters):
 
     def wait_prefetch(self) -> None:
         """See `Parameters.wait_prefetch`."""
-        self._prefetch.wait_all()
+        self._wait(tuple(self._in_flight))
 
     def unshard(self, layers: LayerRange) -> None:
         """See `Parameters.unshard`. Only stages that reshard every round have anything to gather."""
         if layers in self._resharded:
-            self._prefetch.wait(self._buckets_of(layers))
+            self._wait(self._buckets_of(layers))
             self._resharded.unshard(layers)
 
     def forward(
@@ -151,11 +150,11 @@ class ReshardingParameters(Parameters):
     ) -> torch.Tensor:
         """See `Parameters.forward`."""
         if layers.has_embedding:
-            self._prefetch.wait(self._buckets_by_user[EMBEDDING])
+            self._wait(self._buckets_by_user[EMBEDDING])
         if layers.has_head and self._adapter.norm is None:
-            self._prefetch.wait(self._buckets_by_user[HEAD])
+            self._wait(self._buckets_by_user[HEAD])
         output = super().forward(layers, inputs, labels, context)
-        missing = self._prefetch.in_flight(self._buckets_of(layers))
+        missing = sorted(self._buckets_of(layers) & self._in_flight.keys())
         if missing:
             name = self._weights[self._buckets[missing[0]][0]].name
             raise SeqloomError(
@@ -215,6 +214,12 @@ class ReshardingParameters(Parameters):
         for copy in self._copies.parameters:
             copy.grad = None
 
+    def _wait(self, buckets: Iterable[int]) -> None:
+        """Return when the parameters of these buckets are there."""
+        for bucket in buckets:
+            if bucket in self._in_flight:
+                self._in_flight.pop(bucket).wait()
+
     def _reducer(self) -> GradReduce:
         if self._grad_reduce is None:
             raise SeqloomError("gradients of parameters without a plan; call prefetch(plan) first")
@@ -224,9 +229,7 @@ class ReshardingParameters(Parameters):
         """Let modules wait for their parameters, and send gradients when they are complete. Once for all steps."""
         for user, module in [*enumerate(self._adapter.layers), (HEAD, self._adapter.norm)]:
             if module is not None:
-                module.register_forward_pre_hook(
-                    lambda *_, wanted=self._buckets_by_user[user]: self._prefetch.wait(wanted)
-                )
+                module.register_forward_pre_hook(lambda *_, wanted=self._buckets_by_user[user]: self._wait(wanted))
         for layer, module in enumerate(self._adapter.layers):
             module.register_forward_pre_hook(partial(self._reduce_after_backward, frozenset(self._buckets[layer + 1])))
         for weight, copy in enumerate(self._copies.parameters):
@@ -287,38 +290,6 @@ class ReshardingParameters(Parameters):
                 self._adapter.check_tp_degree(degree)
 
 
-class ParamPrefetch:
-    """The parameters of one step on their way to this rank's copies."""
-
-    def __init__(self) -> None:
-        """Start with nothing in flight."""
-        self._in_flight: dict[int, InFlight] = {}
-
-    def start(self, resharder: Resharder, rows: Tensors, dtype: torch.dtype, into: Tensors) -> None:
-        """Start to send this rank's rows and to receive what it computes with.
-
-        Waits for first hops where this rank has to start the second ones, for nothing else.
-        """
-        for bucket in range(len(resharder.buckets)):
-            self._in_flight[bucket] = resharder.start_copy(bucket, rows, dtype, into=into)
-        for transfer in self._in_flight.values():
-            transfer.start_second_hop()
-
-    def wait(self, buckets: Iterable[int]) -> None:
-        """Return when these are there."""
-        for bucket in buckets:
-            if bucket in self._in_flight:
-                self._in_flight.pop(bucket).wait()
-
-    def wait_all(self) -> None:
-        """Return when nothing is in flight, also what this rank only sends."""
-        self.wait(list(self._in_flight))
-
-    def in_flight(self, buckets: Iterable[int]) -> list[int]:
-        """Return those that nobody has waited for."""
-        return sorted(set(buckets) & self._in_flight.keys())
-
-
 class GradReduce:
     """The gradients of one step on their way from this rank's copies to the optimiser's rows."""
 
@@ -332,9 +303,7 @@ class GradReduce:
         """Start a step.
 
         Args:
-            resharder: of the trained weights.
             pop_gradients: hands over the gradients of weights; those without one are left out.
-            dtype: in which they travel.
             buckets_by_stage: with weights of each stage of this rank.
         """
         self._resharder, self._pop_gradients, self._dtype = resharder, pop_gradients, dtype
@@ -350,18 +319,15 @@ class GradReduce:
 
     def add(self, weight: int) -> None:
         """Note that a weight has its whole gradient."""
-        incomplete = self._incomplete[self._bucket_of[weight]]
-        incomplete.discard(weight)
-        if not incomplete:
-            self._start_complete()
+        self._incomplete[self._bucket_of[weight]].discard(weight)
+        self._start_complete()
 
     def end_stage(self, layers: LayerRange) -> None:
         """Note that all backwards of a stage have run; buckets of other stages of this rank wait for those too."""
         for stages, incomplete in zip(self._open_stages, self._incomplete, strict=True):
-            if layers in stages:
-                stages.discard(layers)
-                if not stages:
-                    incomplete.clear()
+            if stages == {layers}:
+                incomplete.clear()
+            stages.discard(layers)
         self._start_complete()
 
     def end(self) -> None:
@@ -406,7 +372,6 @@ class ReshardedStages:
         Args:
             resharders: see `PlanResharders.by_stage`.
             shards: this rank's rows, by weight; to be filled before the first round.
-            copies: what layers compute with.
         """
         self._resharders, self._shards, self._copies = resharders, shards, copies
         self._weights_of = {
@@ -424,11 +389,9 @@ class ReshardedStages:
         return set[int]().union(*self._weights_of.values())
 
     def __contains__(self, layers: object) -> bool:
-        """Whether a stage reshards every round."""
         return layers in self._resharders
 
     def __len__(self) -> int:
-        """Return the number of stages."""
         return len(self._resharders)
 
     def unshard(self, layers: LayerRange) -> None:
@@ -471,7 +434,6 @@ class ReshardedStages:
         """Sum what a stage has of gradients into those of the shards. All ranks that share it call it.
 
         Args:
-            layers: of a stage of this rank.
             deferred: weights may have got gradients after the backward.
         """
         if layers not in self._resharders or not (deferred or layers in self._unreduced):
@@ -535,16 +497,12 @@ class PlanResharders:
         """Do the index work of a plan's stages.
 
         Args:
-            plan: whose stages count.
             resharded: stages that reshard every round.
-            weights: of the model.
-            trained: those with a gradient.
             transport: this rank's. What is in flight for a whole step uses its background exchanges.
-            device: of all tensors.
         """
         home = optimiser_layout(weights, transport.ranks)
         compute = compute_layout(weights, plan.pipelines)
-        step = step_layout(weights, plan.pipelines, resharded) if resharded else compute
+        step = compute_layout(weights, plan.pipelines, resharded) if resharded else compute
         new = partial(Resharder, weights, device=device)
         background = partial(
             new, transport=transport.background, node_size=plan.limits.node_size, buckets=layer_buckets(weights)
@@ -583,9 +541,7 @@ def resharded_stages(plan: Plan) -> StageIndices:
             if action.kind != ActionKind.UNSHARD or action.round is None:
                 continue
             groups = pipeline.rounds[action.round].by_stage[action.stage].groups
-            absent = sorted(
-                set(pipeline.stages[action.stage].ranks).difference(*(each.participants for each in groups))
-            )
+            absent = sorted({*pipeline.stages[action.stage].ranks}.difference(*(each.participants for each in groups)))
             if absent:
                 raise SeqloomError(
                     f"{action} of pipeline {index} gathers parameters for a round in which ranks {absent} have no "

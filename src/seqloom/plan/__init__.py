@@ -2,7 +2,7 @@
 
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.limits import GroupFamily, Limits, Reduce, Sharding
-from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layout, step_layout
+from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layout
 from seqloom.plan.pipeline import LayerRange, Pipeline, Stage
 from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch, sort_groups
@@ -30,5 +30,4 @@ __all__ = [
     "compute_layout",
     "optimiser_layout",
     "sort_groups",
-    "step_layout",
 ]

@@ -48,7 +48,6 @@ class Action:
     round: int | None = None
 
     def __str__(self) -> str:
-        """Text form, for example ``0F3``."""
         return f"{self.stage}{self.kind.value}{'' if self.round is None else self.round}"
 
     @classmethod

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,68 +48,44 @@ VERSION = 1
 KEYS_OF_LIMITS = {"pad_multiple": "granule"}
 """Attributes of `Limits` that have another name in files."""
 
+_CONTENT = ("limits", "sharding", "reduce", "documents", "pipelines")
+_OBJECTS = (Group, StageMicroBatch, Route, Stage, Pipeline, Limits)
+
 
 def to_json(plan: Plan) -> str:
     """Write canonical JSON: one line, sorted keys, no blanks."""
-    return _dump({"format": FORMAT, "version": VERSION, "planner": plan.planner, **_content(plan)})
+    return _dump(plan, "planner", *_CONTENT)
 
 
 def content_hash(plan: Plan) -> str:
     """Hash the canonical JSON without the planner's name."""
-    return hashlib.sha256(_dump({"format": FORMAT, "version": VERSION, **_content(plan)}).encode()).hexdigest()
+    return hashlib.sha256(_dump(plan, *_CONTENT).encode()).hexdigest()
 
 
-def _dump(value: dict[str, Any]) -> str:
-    # operator.index: numpy integers are written as integers; anything else that is no JSON value fails.
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=operator.index, ensure_ascii=False)
+def _dump(plan: Plan, *names: str) -> str:
+    value = {"format": FORMAT, "version": VERSION, **{name: getattr(plan, name) for name in names}}
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain, ensure_ascii=False)
 
 
-def _content(plan: Plan) -> dict[str, Any]:
-    limits = plan.limits
-    return {
-        "limits": {KEYS_OF_LIMITS.get(name, name): getattr(limits, name) for name in limits.__slots__},
-        "sharding": plan.sharding,
-        "reduce": plan.reduce,
-        "documents": plan.documents,
-        "pipelines": [_pipeline(pipeline) for pipeline in plan.pipelines],
-    }
+def _plain(value: Any) -> Any:
+    """Return what the file has for a part of a plan. A numpy integer is an integer; anything else fails."""
+    if isinstance(value, Round):
+        return value.by_stage
+    if isinstance(value, Layout):
+        return {name: column.tolist() for name, column in zip(value.__slots__, value.columns(), strict=False)}
+    if not isinstance(value, _OBJECTS):
+        return operator.index(value)
+    fields = {KEYS_OF_LIMITS.get(name, name): getattr(value, name) for name in value.__slots__}
+    if isinstance(value, Pipeline):
+        fields["actions"] = [" ".join(map(str, row)) for row in value.actions]
+    if isinstance(value, StageMicroBatch) and not value.offload:
+        del fields["offload"]
+    return fields
 
 
-def _pipeline(pipeline: Pipeline) -> dict[str, Any]:
-    return {
-        "stages": [{"ranks": s.ranks, "layers": s.layers, "tensor": s.tensor} for s in pipeline.stages],
-        "rounds": [[_work(work) for work in current.by_stage] for current in pipeline.rounds],
-        "actions": [" ".join(map(str, row)) for row in pipeline.actions],
-    }
+# -- reading: every kind of object with a reader for each of its keys ------------------------------------------------
 
-
-def _work(work: StageMicroBatch) -> dict[str, Any]:
-    fields = {
-        "checkpoint": work.checkpoint,
-        "groups": [_group(group) for group in work.groups],
-        "attention": _layout(work.attention),
-        "linear": _layout(work.linear),
-        "remap": work.remap,
-    }
-    return fields | {"offload": True} if work.offload else fields
-
-
-def _group(group: Group) -> dict[str, Any]:
-    route = group.route
-    return {
-        "ranks": group.ranks,
-        "ulysses": group.ulysses,
-        "ring": group.ring,
-        "method": group.method,
-        "route": None if route is None else {"proxies": route.proxies, "slices": route.slices},
-        "spans": group.spans,
-    }
-
-
-def _layout(layout: Layout | None) -> dict[str, Any] | None:
-    if layout is None:
-        return None
-    return {name: column.tolist() for name, column in zip(layout.__slots__, layout.columns(), strict=False)}
+Reader = Callable[[Any, str], Any]
 
 
 def from_json(text: str) -> Plan:
@@ -120,20 +97,34 @@ def from_json(text: str) -> Plan:
 
 
 def _read_plan(value: Any) -> Plan:
-    keys = ("format", "version", "planner", "limits", "sharding", "reduce", "documents", "pipelines")
-    fields = read_object(value, "the file", keys)
+    fields = read_object(value, "the file", ("format", "version", *_PLAN))
     if fields["format"] != FORMAT:
         raise SeqloomError(f"format is {fields['format']!r}; a plan file has {FORMAT!r}")
     if fields["version"] != VERSION or type(fields["version"]) is not int:
         raise SeqloomError(f"version is {fields['version']!r}; this release reads version {VERSION}")
-    return Plan(
-        limits=_read_limits(fields["limits"], "limits"),
-        sharding=read_choice(fields["sharding"], "sharding", Sharding),
-        reduce=read_choice(fields["reduce"], "reduce", Reduce),
-        documents=read_integers(fields["documents"], "documents"),
-        pipelines=read_list(fields["pipelines"], "pipelines", _read_pipeline),
-        planner=read_string(fields["planner"], "planner"),
-    )
+    return Plan(**{key: read(fields[key], key) for key, read in _PLAN.items()})
+
+
+def _object(kind: type[Any], optional: tuple[str, ...] = (), **readers: Reader) -> Reader:
+    keys = [key for key in readers if key not in optional]
+
+    def read(value: Any, where: str) -> Any:
+        fields = read_object(value, where, keys, optional)
+        return kind(**{key: readers[key](fields[key], f"{where}.{key}") for key in readers if key in fields})
+
+    return read
+
+
+def _choice(kind: type[Any]) -> Reader:
+    return lambda value, where: read_choice(value, where, kind)
+
+
+def _list(read: Reader) -> Reader:
+    return lambda value, where: read_list(value, where, read)
+
+
+def _or_null(read: Reader) -> Reader:
+    return lambda value, where: None if value is None else read(value, where)
 
 
 def _read_limits(value: Any, where: str) -> Limits:
@@ -150,22 +141,14 @@ def _read_capacity(value: Any, where: str) -> tuple[Checkpoint, int]:
     return read_choice(value[0], where, Checkpoint), read_integer(value[1], where)
 
 
-def _read_pipeline(value: Any, where: str) -> Pipeline:
-    fields = read_object(value, where, ("stages", "rounds", "actions"))
-    return Pipeline(
-        stages=read_list(fields["stages"], f"{where}.stages", _read_stage),
-        rounds=read_list(fields["rounds"], f"{where}.rounds", _read_round),
-        actions=read_list(fields["actions"], f"{where}.actions", _read_row),
-    )
+def _read_layers(value: Any, where: str) -> tuple[int, ...]:
+    layers = read_integers(value, where)
+    return layers if len(layers) == 2 else refuse(value, where, "[first, one past the last]")
 
 
-def _read_stage(value: Any, where: str) -> Stage:
-    fields = read_object(value, where, ("ranks", "layers", "tensor"))
-    layers = read_integers(fields["layers"], f"{where}.layers")
-    if len(layers) != 2:
-        refuse(fields["layers"], f"{where}.layers", "[first, one past the last]")
-    tensor = read_integer(fields["tensor"], f"{where}.tensor")
-    return Stage(read_integers(fields["ranks"], f"{where}.ranks"), (layers[0], layers[1]), tensor)
+def _read_span(value: Any, where: str) -> Span:
+    numbers = read_integers(value, where)
+    return Span(*numbers) if len(numbers) == 3 else refuse(value, where, "[document, start, stop]")
 
 
 def _read_row(value: Any, where: str) -> tuple[Action, ...]:
@@ -176,47 +159,7 @@ def _read_row(value: Any, where: str) -> tuple[Action, ...]:
         raise SeqloomError(f"{where}: {error}") from None
 
 
-def _read_round(value: Any, where: str) -> Round:
-    return Round(read_list(value, where, _read_work))
-
-
-def _read_work(value: Any, where: str) -> StageMicroBatch:
-    fields = read_object(value, where, ("checkpoint", "groups", "attention", "linear", "remap"), ("offload",))
-    return StageMicroBatch(
-        groups=read_list(fields["groups"], f"{where}.groups", _read_group),
-        checkpoint=read_choice(fields["checkpoint"], f"{where}.checkpoint", Checkpoint),
-        attention=_read_layout(fields["attention"], f"{where}.attention"),
-        linear=_read_layout(fields["linear"], f"{where}.linear"),
-        remap=read_choice(fields["remap"], f"{where}.remap", Remap),
-        offload=read_bool(fields.get("offload", False), f"{where}.offload"),
-    )
-
-
-def _read_group(value: Any, where: str) -> Group:
-    fields = read_object(value, where, ("ranks", "ulysses", "ring", "method", "route", "spans"))
-    route = None
-    if fields["route"] is not None:
-        routed = read_object(fields["route"], f"{where}.route", ("proxies", "slices"))
-        proxies = read_integers(routed["proxies"], f"{where}.route.proxies")
-        route = Route(proxies, read_integer(routed["slices"], f"{where}.route.slices"))
-    return Group(
-        ranks=read_integers(fields["ranks"], f"{where}.ranks"),
-        ulysses=read_integer(fields["ulysses"], f"{where}.ulysses"),
-        ring=read_integer(fields["ring"], f"{where}.ring"),
-        spans=read_list(fields["spans"], f"{where}.spans", _read_span),
-        method=read_choice(fields["method"], f"{where}.method", Method),
-        route=route,
-    )
-
-
-def _read_span(value: Any, where: str) -> Span:
-    numbers = read_integers(value, where)
-    return Span(*numbers) if len(numbers) == 3 else refuse(value, where, "[document, start, stop]")
-
-
-def _read_layout(value: Any, where: str) -> Layout | None:
-    if value is None:
-        return None
+def _read_layout(value: Any, where: str) -> Layout:
     two_axes = isinstance(value, dict) and ("start2" in value or "stop2" in value)
     names = Layout.__slots__ if two_axes else Layout.__slots__[:4]
     fields = read_object(value, where, names)
@@ -225,3 +168,34 @@ def _read_layout(value: Any, where: str) -> Layout | None:
         return Layout(*columns)
     except PlanError as error:
         raise SeqloomError(f"{where}: {error}") from None
+
+
+_STAGE = _object(Stage, ranks=read_integers, layers=_read_layers, tensor=read_integer)
+_GROUP = _object(
+    Group,
+    ranks=read_integers,
+    ulysses=read_integer,
+    ring=read_integer,
+    method=_choice(Method),
+    route=_or_null(_object(Route, proxies=read_integers, slices=read_integer)),
+    spans=_list(_read_span),
+)
+_WORK = _object(
+    StageMicroBatch,
+    ("offload",),
+    checkpoint=_choice(Checkpoint),
+    groups=_list(_GROUP),
+    attention=_or_null(_read_layout),
+    linear=_or_null(_read_layout),
+    remap=_choice(Remap),
+    offload=read_bool,
+)
+_ROUNDS = _list(lambda value, where: Round(read_list(value, where, _WORK)))
+_PLAN: dict[str, Reader] = {
+    "planner": read_string,
+    "limits": _read_limits,
+    "sharding": _choice(Sharding),
+    "reduce": _choice(Reduce),
+    "documents": read_integers,
+    "pipelines": _list(_object(Pipeline, stages=_list(_STAGE), rounds=_ROUNDS, actions=_list(_read_row))),
+}

@@ -77,31 +77,19 @@ def optimiser_layout(weights: Sequence[Weight], ranks: int) -> Layout:
     return _layout([(rank, item, start, stop, np.zeros_like(item), shapes[item, COLUMNS])])
 
 
-def compute_layout(weights: Sequence[Weight], pipelines: Sequence[Pipeline]) -> Layout:
+def compute_layout(
+    weights: Sequence[Weight], pipelines: Sequence[Pipeline], resharded: Collection[tuple[int, int]] = ()
+) -> Layout:
     """Return what every rank holds while its stages compute; ranks in no stage hold nothing.
 
     Ranks of a stage hold all weights that its layers use: all of each, or, with a tensor degree t, rank k of a TP group
     the k-th of t equal slices along `tp_axis`.
-    """
-    return step_layout(weights, pipelines)
 
-
-def step_layout(
-    weights: Sequence[Weight], pipelines: Sequence[Pipeline], resharded: Collection[tuple[int, int]] = ()
-) -> Layout:
-    """Return what every rank holds for the whole step, where some stages are gathered for every pass.
-
-    Ranks of such a stage with the same slice of weights (`dp_groups`) store between passes an even share of the rows of
-    what they hold while computing: rank j of w the j-th chunk of ceil(rows / w). Other stages store what they compute
-    with. A weight that another stage of the same ranks stores for the step is stored in full.
-
-    UNSHARD then is a move from here to the compute layout among the ranks of each `dp_groups` entry, and gradients of a
-    pass are summed the same way back.
-
-    Args:
-        weights: of the whole model.
-        pipelines: side by side.
-        resharded: (pipeline, stage) of the stages that are gathered for every pass.
+    With `resharded`, the (pipeline, stage) of stages that are gathered for every pass, return what every rank holds for
+    the whole step. Ranks of such a stage with the same slice of weights (`dp_groups`) store between passes an even
+    share of the rows of what they hold while computing: rank j of w the j-th chunk of ceil(rows / w). A weight that
+    another stage of the same ranks stores for the step is stored in full. UNSHARD then is a move from here to the
+    compute layout among the ranks of each `dp_groups` entry, and gradients of a pass are summed the same way back.
     """
     shapes = _shapes(weights)
     needed_by: dict[LayerRange, tuple[int, ...]] = {}  # ranges repeat from pipeline to pipeline
@@ -179,9 +167,9 @@ def _check_cuts(weights: Sequence[Weight], needed: Sequence[int], tensor: int, h
         weight = weights[item]
         if weight.tp_axis is None:
             continue
-        length = weight.columns if weight.tp_axis == COLUMNS else weight.rows
+        axis = "columns" if weight.tp_axis == COLUMNS else "rows"
+        length = getattr(weight, axis)
         if length % tensor:
-            axis = "columns" if weight.tp_axis == COLUMNS else "rows"
             raise PlanError(
                 f"{weight.name} has {length} {axis}, a stage with tensor degree {tensor} cuts them evenly; "
                 f"use a tensor degree that divides {length}"

@@ -119,11 +119,9 @@ class Plan:
         return plan
 
     def __hash__(self) -> int:
-        """Hash the content."""
         return int(self.hash[:15], 16)
 
     def __repr__(self) -> str:
-        """Summarise in one line."""
         rounds = sum(len(pipeline.rounds) for pipeline in self.pipelines)
         groups = sum(len(current.groups) for pipeline in self.pipelines for current in pipeline.rounds)
         name = self.planner or "unnamed"

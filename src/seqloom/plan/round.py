@@ -86,13 +86,9 @@ class Group:
     def head_layout(self, heads: int, kv_heads: int | None = None) -> Layout:
         """Return who holds which tokens x heads in attention, after the Ulysses exchange, two axes.
 
-        Every rank holds all tokens of its ring index, and an equal run of the query heads (the first ranks
-        one more).
-
-        Args:
-            heads: query heads of the model.
-            kv_heads: if given, return the key and value heads instead: those that the rank's query heads
-                read. A key/value head is replicated only on ranks whose query heads share it.
+        Every rank holds all tokens of its ring index, and an equal run of the query heads (the first ranks one more).
+        With `kv_heads` return the key and value heads instead: those that the rank's query heads read. A key/value head
+        is replicated only on ranks whose query heads share it.
         """
         if not 1 <= self.ulysses <= heads:
             raise PlanError(f"ulysses {self.ulysses} with {heads} heads: every rank needs a head; use ulysses {heads}")
@@ -126,13 +122,6 @@ class Group:
                 if high > low:
                     chosen.append(Span(document, start + low, start + high))
         return chosen
-
-    def tokens_per_rank(self) -> int:
-        """Return the tokens on the fullest rank."""
-        if self.ring == 1:
-            return -(-self.tokens // self.degree)
-        shares = (sum(span.tokens for span in self.ring_spans(k)) for k in range(self.ring))
-        return max(-(-share // self.ulysses) for share in shares)
 
 
 class Checkpoint(StrEnum):

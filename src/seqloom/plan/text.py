@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import groupby
 from typing import NoReturn, TypeVar
 
@@ -40,7 +39,9 @@ from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch
 
 _DOCUMENTS_PER_LINE = 16
-_NUMBERS = ("ranks", "node_size", "heads", "pad_multiple", "communicators")
+_NUMBERS = {
+    name: KEYS_OF_LIMITS.get(name, name) for name in ("ranks", "node_size", "heads", "pad_multiple", "communicators")
+}
 
 
 def to_text(plan: Plan) -> str:
@@ -52,8 +53,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield "seqloom plan 1"
     plain = re.fullmatch(r"[A-Za-z0-9_.+-]+", plan.planner)
     yield f"planner {plan.planner if plain else json.dumps(plan.planner)}"
-    for name in _NUMBERS:
-        yield f"{KEYS_OF_LIMITS.get(name, name)} {getattr(plan.limits, name)}"
+    for name, key in _NUMBERS.items():
+        yield f"{key} {getattr(plan.limits, name)}"
     for checkpoint, tokens in plan.limits.capacity:
         yield f"capacity {checkpoint} {tokens}"
     yield f"sharding {plan.sharding}"
@@ -68,8 +69,8 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[str]:
     for s, stage in enumerate(pipeline.stages):
-        extent = f"layers {stage.layers[0]}-{stage.layers[1]}"
-        yield f"stage {s} ranks {_runs(stage.ranks)} {extent} tensor {stage.tensor}"
+        first, stop = stage.layers
+        yield f"stage {s} ranks {_runs(stage.ranks)} layers {first}-{stop} tensor {stage.tensor}"
     for r, current in enumerate(pipeline.rounds):
         if not current.by_stage:
             yield f"round {r}"
@@ -99,13 +100,9 @@ def _work_lines(work: StageMicroBatch, documents: tuple[int, ...]) -> Iterator[s
 
 def _layout_lines(layout: Layout) -> Iterator[str]:
     rows = zip(*(column.tolist() for column in layout.columns()), strict=True)
+    form = "{}[{}:{})" + "x[{}:{})" * (layout.axes - 1)
     for rank, boxes in groupby(rows, key=lambda row: row[0]):
-        words = (f"{item}[{start}:{stop})" + _second(*second) for _, item, start, stop, *second in boxes)
-        yield f"    rank {rank}: {' '.join(words)}"
-
-
-def _second(*interval: int) -> str:
-    return f"x[{interval[0]}:{interval[1]})" if interval else ""
+        yield f"    rank {rank}: {' '.join(form.format(*box[1:]) for box in boxes)}"
 
 
 def _span(span: tuple[int, int, int], documents: tuple[int, ...]) -> str:
@@ -127,14 +124,7 @@ def _runs(ranks: Iterable[int]) -> str:
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
-_KEYS = (
-    "planner",
-    *(KEYS_OF_LIMITS.get(name, name) for name in _NUMBERS),
-    "capacity",
-    "sharding",
-    "reduce",
-    "documents",
-)
+_KEYS = ("planner", *_NUMBERS.values(), "capacity", "sharding", "reduce", "documents")
 _STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)")
 _ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: remap (\S+))?( offload)?)?")
 _GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
@@ -176,11 +166,9 @@ class _Lines:
         self.at = 0
 
     def peek(self) -> str:
-        """Return the next line, or nothing at the end."""
         return self.rows[self.at][1] if self.at < len(self.rows) else ""
 
     def take(self) -> str:
-        """Return the next line and step over it."""
         line = self.peek()
         self.at += 1
         return line
@@ -197,7 +185,6 @@ class _Lines:
         raise PlanError(f"plan text, {where}: {message}", rule="format")
 
     def number(self, word: str) -> int:
-        """Read a whole number."""
         if not re.fullmatch(r"-?\d+", word, re.ASCII) or len(word) > _MAX_DIGITS:
             self.refuse(f"{_short(word)} is not a number; give a whole number of at most {_MAX_DIGITS} digits")
         return int(word)
@@ -208,7 +195,6 @@ class _Lines:
             self.refuse(f"{what} {found} is out of order; {what}s are numbered from 0 without gaps, use {expected}")
 
     def choice(self, word: str, kind: type[E]) -> E:
-        """Read a word of a fixed list."""
         try:
             return kind(word)
         except ValueError:
@@ -268,16 +254,19 @@ def _read_documents(lines: _Lines, count: int) -> tuple[int, ...]:
 def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
     stages: list[Stage] = []
     while re.match(r"stage \d+ ", lines.peek()):
-        number, ranks, first, stop, tensor = lines.match(_STAGE, "stage 0 ranks 0-7 layers 0-32 tensor 1").groups()
+        number, ranks, *numbers = lines.match(_STAGE, "stage 0 ranks 0-7 layers 0-32 tensor 1").groups()
         lines.expect_number("stage", number, len(stages))
-        extent = (lines.number(first), lines.number(stop))
-        stages.append(Stage(_read_ranks(lines, ranks), extent, lines.number(tensor)))
+        first, stop, tensor = map(lines.number, numbers)
+        stages.append(Stage(_read_ranks(lines, ranks), (first, stop), tensor))
     rounds = _read_rounds(lines, documents)
     rows: list[tuple[Action, ...]] = []
     while lines.peek().startswith("host "):
         number, words = lines.match(_ACTIONS, "host 0: 0F0 0B0").groups()
         lines.expect_number("host", number, len(rows))
-        rows.append(_read_actions(lines, words))
+        try:
+            rows.append(tuple(map(Action.parse, words.split())))
+        except PlanError as error:
+            lines.refuse(str(error))
     if lines.peek() and not lines.peek().startswith("pipeline "):
         lines.take()
         lines.refuse("expected a stage, round, group, layout, host or pipeline line, in this order")
@@ -288,42 +277,39 @@ def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]
     rounds: list[list[StageMicroBatch]] = []
     while lines.peek().startswith("round "):
         number, stage, checkpoint, remap, offload = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
-        if stage is None or lines.number(stage) == 0:
-            lines.expect_number("round", number, len(rounds))
+        fresh = stage is None or lines.number(stage) == 0
+        lines.expect_number("round", number, len(rounds) - (not fresh))
+        if fresh:
             rounds.append([])
-        else:
-            lines.expect_number("round", number, len(rounds) - 1)
         if stage is not None:
             lines.expect_number("stage", stage, len(rounds[-1]))
-            work = _read_work(lines, lines.choice(checkpoint, Checkpoint), documents)
-            work = work if remap is None else replace(work, remap=lines.choice(remap, Remap))
-            rounds[-1].append(replace(work, offload=offload is not None))
+            kept, where = lines.choice(checkpoint, Checkpoint), lines.choice(remap or Remap.ATTENTION, Remap)
+            groups, layouts = _read_groups(lines, documents), _read_layouts(lines)
+            work = StageMicroBatch(groups, kept, remap=where, offload=offload is not None, **layouts)
+            rounds[-1].append(work)
     return tuple(Round(tuple(work)) for work in rounds)
 
 
-def _read_work(lines: _Lines, checkpoint: Checkpoint, documents: tuple[int, ...]) -> StageMicroBatch:
+def _read_groups(lines: _Lines, documents: tuple[int, ...]) -> tuple[Group, ...]:
     groups = []
     while lines.peek().startswith("group "):
         form = "group ranks 0-7 ulysses 8 ring 1: 12 15[0:4096)"
         ranks, ulysses, ring, method, proxies, slices, words = lines.match(_GROUP, form).groups()
         spans = tuple(_read_span(lines, word, documents) for word in words.split())
-        groups.append(
-            Group(
-                _read_ranks(lines, ranks),
-                lines.number(ulysses),
-                lines.number(ring),
-                spans,
-                Method.RING if method is None else lines.choice(method, Method),
-                None if proxies is None else Route(_read_ranks(lines, proxies), lines.number(slices)),
-            )
-        )
+        route = None if proxies is None else Route(_read_ranks(lines, proxies), lines.number(slices))
+        shape = _read_ranks(lines, ranks), lines.number(ulysses), lines.number(ring)
+        groups.append(Group(*shape, spans, lines.choice(method or Method.RING, Method), route))
+    return tuple(groups)
+
+
+def _read_layouts(lines: _Lines) -> dict[str, Layout]:
     layouts: dict[str, Layout] = {}
     while lines.peek().startswith(("attention ", "linear ")):
         name, axes = lines.match(_LAYOUT, "linear axes 1").groups()
         if name in layouts:
             lines.refuse(f"the {name} layout is given twice; keep one")
         layouts[name] = _read_layout(lines, int(axes))
-    return StageMicroBatch(tuple(groups), checkpoint, layouts.get("attention"), layouts.get("linear"))
+    return layouts
 
 
 def _read_layout(lines: _Lines, axes: int) -> Layout:
@@ -368,10 +354,3 @@ def _read_ranks(lines: _Lines, text: str) -> tuple[int, ...]:
             lines.refuse(f"{_short(part)} is not a run of ranks; the second number is the last rank, write 0-7")
         ranks += range(first, last + 1)
     return tuple(ranks)
-
-
-def _read_actions(lines: _Lines, words: str) -> tuple[Action, ...]:
-    try:
-        return tuple(Action.parse(word) for word in words.split())
-    except PlanError as error:
-        return lines.refuse(str(error))

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.plan_cost import round_times
 from seqloom.layout import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, Remap, Round, StageMicroBatch
 
@@ -41,13 +42,13 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
 def _faster(work: StageMicroBatch, plan: Plan, cost: CostModel) -> StageMicroBatch:
     """The work with the best second layout, or as it is."""
     policy = MemoryPolicy(work.checkpoint, plan.reduce)
-    best, times = work, cost.round_times(work, policy)
+    best, times = work, round_times(cost, work, policy)
     busy = times.rank_ns[times.rank_ns > 0]
     shortest = int(times.busy_ns.max())
     if work.linear is not None or (int(busy.max()) - int(busy.mean())) * WORTH < int(busy.max()):
         return work
     for candidate in _layouts(work, policy, times.rank_ns, plan, cost):
-        ns = int(cost.round_times(candidate, policy).busy_ns.max())
+        ns = int(round_times(cost, candidate, policy).busy_ns.max())
         if ns < shortest:
             best, shortest = candidate, ns
     return best

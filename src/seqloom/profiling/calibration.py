@@ -118,11 +118,15 @@ class Calibrator:
 
     def _measure_solo_ratio(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
         """Add the time of a rank's work while all others wait, as a share of that while all are busy."""
-        plans = [plan for tokens in (longest // 2, longest) for plan in solo_and_full_plans(self.cost, tokens)]
+        cost = self.cost
+        policy = next(policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE)
+        loads = [GroupLoad(1, min(tokens, cost.capacity(policy))) for tokens in (longest // 2, longest)]
+        blocks = [(load, groups) for load in loads for groups in (1, cost.ranks)]
+        plans = [equal_groups_plan(cost, GroupShape(1, 1), load, policy, groups) for load, groups in blocks]
 
         def longest_busy_seconds(plan: Plan) -> float:
             self.timer.seconds(plan)
-            return float(gather_scalars(self.timer.busy_seconds, self.transport, self.device).max())
+            return self.timer.slowest(self.timer.busy_seconds)
 
         turns = [[longest_busy_seconds(plan) for plan in plans] for _ in range(TURNS)]
         fastest = [min(times) for times in zip(*turns, strict=True)]
@@ -185,18 +189,15 @@ class Calibrator:
         The fit starts with an all-to-all as a message per doubling, and a gather as a message to every other rank.
         """
         p2p, collective = self._link(self._send_to_neighbour), self._link(self._all_gather)
-        hop = p2p.call_us
-        return Links(replace(p2p, hop_us=hop), p2p, replace(collective, hop_us=hop))
+        return Links(replace(p2p, hop_us=p2p.call_us), p2p, replace(collective, hop_us=p2p.call_us))
 
     def _link(self, send: Send) -> LinkRate:
-        """Latency and bandwidth of messages that all ranks send at once.
-
-        Noise may make a short message as slow as a long one; at least half of a long one's time is taken as its bytes'.
-        """
+        """Latency and bandwidth of messages that all ranks send at once."""
         link = self.cost.cluster.nic if self._links == "network" else self.cost.cluster.intra
         if self.transport.ranks == 1:
             return LinkRate(1.0, 1.0, 0.0)
         short, long = (self._message_seconds(send, size) for size in MESSAGE_BYTES)
+        # noise may make a short message as slow as a long one: at least half of a long one's time is its bytes'
         gb_s = MESSAGE_BYTES[1] / max(long - short, long / 2) / 1e9
         return LinkRate(gb_s / link.gb_s, max(1.0, 1e6 * min(short, long / 2)), 0.0)
 
@@ -255,11 +256,7 @@ def _curve(points: Sequence[TimePoint], spec: ModelSpec, area: float) -> Curve:
 
 
 class StepTimer:
-    """Times real training steps on this rank, on dummy tokens; the trained parameters mean nothing.
-
-    Attributes:
-        last_result: of the last step, on this rank.
-    """
+    """Times real training steps on this rank, on dummy tokens; the trained parameters mean nothing."""
 
     def __init__(
         self,
@@ -280,7 +277,7 @@ class StepTimer:
         self._parameters = shard_parameters(adapter, transport, stages, cost, compute_dtype)
         self._settings = Optimiser()
         self._optimiser = make_optimiser(self._parameters.master_weights(), self._settings)
-        self.last_result: StepResult | None = None
+        self.last_result: StepResult | None = None  # of the last step, on this rank
 
     def bind(self, plan: Plan) -> RankPlan:
         """Bind a plan to this rank."""
@@ -288,14 +285,18 @@ class StepTimer:
 
     def seconds(self, plan: Plan) -> float:
         """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
-        gather_scalars(0.0, self._transport, self._device)  # all ranks begin together
+        self.slowest(0.0)  # all ranks begin together
         begin = time.perf_counter()
         self.last_result = result = self.gradients(self.bind(plan))
         clip_gradients(self._parameters, result.gradient_norm, self._settings.clip)
         self._optimiser.step()
         self._parameters.zero_grad()
         synchronize(self._device)
-        return float(gather_scalars(time.perf_counter() - begin, self._transport, self._device).max())
+        return self.slowest(time.perf_counter() - begin)
+
+    def slowest(self, seconds: float) -> float:
+        """Return the most seconds of any rank; ranks wait for each other here."""
+        return float(gather_scalars(seconds, self._transport, self._device).max())
 
     def gradients(self, rank_plan: RankPlan) -> StepResult:
         """Run a plan up to its gradients."""
@@ -319,8 +320,7 @@ class GroupLoad(NamedTuple):
     documents: int
     length: int
     rounds: int = 1
-    pieces: int = 1
-    """Of every document, one after another in rounds of their own."""
+    pieces: int = 1  # of every document, one after another in rounds of their own
 
 
 def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Iterator[Plan]:
@@ -362,14 +362,6 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
             yield from (equal_groups_plan(cost, shape, load, policies[0]) for load in loads)
 
 
-def solo_and_full_plans(cost: CostModel, tokens: int) -> tuple[Plan, Plan]:
-    """Return a plan with a document of at most so many tokens on the first rank only, and one with it on every rank."""
-    policy = next(policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE)
-    load = GroupLoad(1, min(tokens, cost.capacity(policy)))
-    solo, full = (equal_groups_plan(cost, GroupShape(1, 1), load, policy, groups) for groups in (1, cost.ranks))
-    return solo, full
-
-
 def equal_groups_plan(
     cost: CostModel, shape: GroupShape, load: GroupLoad, policy: MemoryPolicy, groups: int | None = None
 ) -> Plan:
@@ -406,13 +398,6 @@ def describe_trial(plan: Plan) -> str:
 # error of predicting those moves would count as handovers, of which a step has few.
 
 
-class StepTimes(NamedTuple):
-    """Nanoseconds of a step: of the slowest rank from beginning to end, and busy in passes, the mean over ranks."""
-
-    step_ns: float
-    busy_ns: float
-
-
 def measure_stage_costs(
     cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype, stages: int
 ) -> AnalyticProfile:
@@ -428,31 +413,32 @@ def measure_stage_costs(
     pipeline = plans[0].pipelines[0]
     timer = StepTimer(cost, transport, device, dtype, pipeline.stages)
 
-    def run(plan: Plan) -> StepTimes:
+    def run(plan: Plan) -> tuple[float, float]:
         seconds = timer.seconds(plan)
-        return StepTimes(1e9 * seconds, 1e9 * float(gather_scalars(timer.busy_seconds, transport, device).mean()))
+        return 1e9 * seconds, 1e9 * float(gather_scalars(timer.busy_seconds, transport, device).mean())
 
-    turns = [[run(plan) for plan in plans] for _ in range(STAGE_REPEATS + 1)][1:]
-    full, split = (StepTimes(*map(min, zip(*times, strict=True))) for times in zip(*turns, strict=True))
+    turns = np.array([[run(plan) for plan in plans] for _ in range(STAGE_REPEATS + 1)])
+    (step_ns, busy_ns), (_, split_busy_ns) = turns[1:].min(axis=0).tolist()
     passes = len(pipeline.rounds) * cost.model.layers / stages  # through a layer, on a rank
     costs = {
-        "handover_us": solve_handover_us(plans[0], cost, full),
-        "split_us": max(0.0, split.busy_ns - full.busy_ns) / passes / 1e3,
+        "handover_us": solve_handover_us(plans[0], cost, step_ns, busy_ns),
+        "split_us": max(0.0, split_busy_ns - busy_ns) / passes / 1e3,
     }
     source = f"a pipeline of {stages} stages with {UNITS * stages} documents of {STAGE_TOKENS} tokens, "
     sources = {"handover_us": source + "1F1B", "split_us": source + "ZB-H1 less 1F1B"}
     return replace(profile, **costs, sources=profile.sources | sources)
 
 
-def solve_handover_us(plan: Plan, cost: CostModel, measured: StepTimes) -> float:
+def solve_handover_us(plan: Plan, cost: CostModel, step_ns: float, busy_ns: float) -> float:
     """Return the microseconds of a handover at which the prediction equals the measured step; 0 where it was faster.
 
-    Where passes themselves took another time than predicted, the step is scaled by as much: their error is not a
-    handover's. A cost of handovers in the profile of `cost` does not count.
+    `step_ns` is of the slowest rank from beginning to end, `busy_ns` in passes, the mean over ranks. Where
+    passes took another time than predicted, the step is scaled by as much: their error is not a handover's. A cost of
+    handovers in the profile of `cost` does not count.
     """
     profile = require_analytic(cost.profile)
     expected = simulate(plan, cost)
-    wanted = measured.step_ns * float((expected.busy_ns + expected.comm_ns).mean()) / measured.busy_ns
+    wanted = step_ns * float((expected.busy_ns + expected.comm_ns).mean()) / busy_ns
     low, high = 0, MOST_HANDOVER_US
     while low < high:  # the least whole number that is enough
         middle = (low + high) // 2

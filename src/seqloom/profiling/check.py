@@ -61,19 +61,12 @@ class RunCheck:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictedSteps:
-    """The sampled steps under one planner; tuples and arrays have one entry per batch.
+    """The sampled steps under one planner; tuples and lists have one entry per batch."""
 
-    Attributes:
-        planner: its name and options.
-        evaluations: of the plans; their planning time includes that of the bound, as in a run.
-        fallback_reasons: why the fallback planner was used; "" where it was not.
-        balance: how evenly the steps use the ranks.
-    """
-
-    planner: str
-    evaluations: tuple[Evaluation, ...]
-    fallback_reasons: tuple[str, ...]
-    balance: Balance
+    planner: str  # its name and options
+    evaluations: tuple[Evaluation, ...]  # of the plans; their planning time includes that of the bound, as in a run
+    fallback_reasons: tuple[str, ...]  # why the fallback planner was used; "" where it was not
+    balance: Balance  # how evenly the steps use the ranks
 
     @property
     def step_ns(self) -> list[int]:
@@ -108,7 +101,7 @@ def inspect_run(config: Config, ranks: int, batches: int = 8) -> RunCheck:
     _refuse_too_long("data.source", source, cost, setup.planners)
     validation = None
     if config.data.validation is not None:
-        documents = open_documents(config, setup.spec, validation=True)
+        documents = open_documents(config.data.validation, config, setup.spec)
         _refuse_too_long("data.validation", documents, cost, setup.planners)
         validation = _count_documents(documents, make_sampler(config, documents))
     training = _count_documents(source, make_sampler(config, source, cost))
@@ -142,13 +135,8 @@ def _count_documents(source: Source, sampler: Sampler) -> DocumentCounts:
     while sampler.epoch < 1:
         valid.append(sampler.next_batch().valid_tokens)
     return DocumentCounts(
-        documents=len(source),
-        tokens=int(source.lengths.sum()),
-        valid=sum(valid),
-        longest=int(source.lengths.max()),
-        truncated=limited.truncated if limited else 0,
-        dropped=limited.dropped if limited else 0,
-        lost=limited.lost_tokens if limited else 0,
+        *(len(source), int(source.lengths.sum()), sum(valid), int(source.lengths.max())),
+        *((limited.truncated, limited.dropped, limited.lost_tokens) if limited else (0, 0, 0)),
         batches=len(valid),
         unlabelled=valid.count(0),
     )
@@ -177,27 +165,28 @@ def _predict(
     progress: Progress | None,
 ) -> PredictedSteps:
     """Plan every batch as a run does: by the fallback planner, with the reason, where the planner cannot."""
-    _plan(planner, fallback, lengths[0][:2], cost)  # load, and compile where that is installed, before the clock runs
+
+    def plan_batch(batch: np.ndarray) -> tuple[Plan, str]:
+        try:
+            return planner.plan(batch, cost), ""
+        except SeqloomError as error:
+            return fallback.plan(batch, cost), str(error)
+
+    plan_batch(lengths[0][:2])  # load, and compile where that is installed, before the clock runs
     evaluations, reasons = [], []
     for index, batch in enumerate(lengths):
         if progress is not None:
             progress(planner.name, index)
         begin = time.perf_counter_ns()
-        plan, reason = _plan(planner, fallback, batch, cost)
+        plan, reason = plan_batch(batch)
         bound_ns = plan_bound(plan, cost)
         planning_ns = time.perf_counter_ns() - begin
         evaluations.append(evaluate(plan, cost, bound_ns=bound_ns, planning_ns=planning_ns))
         reasons.append(reason)
-    plans, times = [each.plan for each in evaluations], [each.simulation.step_ns for each in evaluations]
-    balance = plans_balance(plans, cost, times)
+    balance = plans_balance(
+        [each.plan for each in evaluations], cost, [each.simulation.step_ns for each in evaluations]
+    )
     return PredictedSteps(str(planner), tuple(evaluations), tuple(reasons), balance)
-
-
-def _plan(planner: PlannerChoice, fallback: PlannerChoice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
-    try:
-        return planner.plan(lengths, cost), ""
-    except SeqloomError as error:
-        return fallback.plan(lengths, cost), str(error)
 
 
 def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:

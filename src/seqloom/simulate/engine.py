@@ -19,15 +19,10 @@ _DONE, _READY = 0, 1  # at equal times tasks end before others start, so that wh
 
 
 class DeadlockError(SeqloomError):
-    """Tasks that wait for each other for ever.
-
-    Attributes:
-        cycle: names of the tasks; each waits for the next, the last for the first.
-    """
+    """Tasks that wait for each other for ever."""
 
     def __init__(self, cycle: Iterable[str]) -> None:
-        """Name the circle of tasks."""
-        self.cycle = tuple(cycle)
+        self.cycle = tuple(cycle)  # names of the tasks; each waits for the next, the last for the first
         chain = " waits for ".join((*self.cycle, self.cycle[0]))
         super().__init__(
             f"deadlock: {chain}; the rows of actions must have an order that ends; "
@@ -43,14 +38,12 @@ class Engine:
     """Tasks to be run once. Tasks are numbered from 0 in the order in which they are added; times in ns."""
 
     def __init__(self) -> None:
-        """Start without tasks."""
         self._duration: list[int] = []
         self._needs: list[set[int]] = []
         self._links: list[tuple[Hashable, ...]] = []
         self._last: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
-        """Tasks so far."""
         return len(self._duration)
 
     def add(

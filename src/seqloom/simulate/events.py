@@ -7,7 +7,6 @@ from enum import IntEnum
 
 import numpy as np
 
-from seqloom.simulate.microbatch import MicroBatchKey, MicroBatchTimes
 from seqloom.simulate.tasks import TaskGraph
 
 
@@ -48,7 +47,6 @@ class EventTable:
     stage: np.ndarray
 
     def __len__(self) -> int:
-        """Number of events."""
         return len(self.rank)
 
     def where(self, chosen: np.ndarray) -> EventTable:
@@ -74,24 +72,16 @@ class NicTable:
     busy: np.ndarray  # ns in which a NIC of the node is occupied, mean over its NICs
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.node)
 
 
-def event_table(
-    graph: TaskGraph,
-    times: dict[MicroBatchKey, MicroBatchTimes],
-    starts: np.ndarray,
-    ranks: int,
-    end: tuple[int, int],
-) -> EventTable:
+def event_table(graph: TaskGraph, starts: np.ndarray, ranks: int, end: tuple[int, int]) -> EventTable:
     """Write down the events of tasks that have run.
 
     Args:
         graph: the tasks.
-        times: of the micro-batches.
         starts: int64[tasks] ns.
-        ranks: ranks of the cluster.
+        ranks: of the cluster.
         end: ns that the end of the step takes, on every rank, and how many of them are communication.
     """
     finish, blocks = 0, []
@@ -100,7 +90,7 @@ def event_table(
         blocks.append(np.stack(np.broadcast_arrays(*columns)))
 
     for key, kind, own, first in graph.computing:
-        begin, batch = starts[first : first + len(own.duration)], times[key]
+        begin, batch = starts[first : first + len(own.duration)], graph.times[key]
         finish = max(finish, int((begin + own.duration).max()))
         at, code = begin[batch.component], EventKind[kind.value]
         place = (key.round, batch.group, batch.degree, key.pipeline, key.stage)
@@ -109,7 +99,7 @@ def event_table(
         begin = int(starts[link.task])
         finish = max(finish, begin + link.ns)
         for key, name in link.ends:
-            there = np.unique(times[key].rank)
+            there = np.unique(graph.times[key].rank)
             comm, degree = (link.ns, len(there)) if link.exposed else (0, 0)
             add(there, begin, begin + link.ns, EventKind[name], comm, key.round, -1, degree, key.pipeline, key.stage)
     add(np.arange(ranks), finish, finish + end[0], EventKind.STEP, end[1], -1, -1, 0, -1, -1)
@@ -118,13 +108,11 @@ def event_table(
     return table.where(order[(table.stop > table.start)[order]])
 
 
-def nic_table(
-    graph: TaskGraph, times: dict[MicroBatchKey, MicroBatchTimes], starts: np.ndarray, node_size: int
-) -> NicTable:
+def nic_table(graph: TaskGraph, starts: np.ndarray, node_size: int) -> NicTable:
     """Write down when NICs are in use, of tasks that have run; arguments as `event_table`, and the ranks of a node."""
     blocks = [np.empty((4, 0), dtype=np.int64)]
     for key, _, own, first in graph.computing:
-        batch = times[key]
+        batch = graph.times[key]
         occupied = batch.nic.mean(axis=1)
         if not occupied.any():
             continue

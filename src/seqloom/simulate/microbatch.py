@@ -22,7 +22,15 @@ import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import offload_ns
-from seqloom.cost.plan_cost import RoundTimes, columns, round_components, step_overhead, sums_before, tokens_on_ranks
+from seqloom.cost.plan_cost import (
+    RoundTimes,
+    columns,
+    round_components,
+    round_times,
+    step_overhead,
+    sums_before,
+    tokens_on_ranks,
+)
 from seqloom.cost.resharding import exposed_reshard_ns, unshard_times_by_stage
 from seqloom.cost.shapes import COST_COLUMNS, STREAMS
 from seqloom.plan import ActionKind, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
@@ -148,37 +156,31 @@ class MicroBatchTimes:
     weights: np.ndarray  # int64[components] where the weight half begins
     split_overhead: int  # what the weight half takes more where it runs by itself
     shard_groups: tuple[tuple[int, ...], ...]  # of every component
-    ranks_held: np.ndarray  # int64[components] ranks, also those without tokens
     nic: np.ndarray  # int64[nodes, nics] how long each NIC is occupied
     link: np.ndarray  # int64[ranks] how long each NVLink port is occupied
 
     @classmethod
     def of(
         cls,
+        cost: CostModel,
         work: StageMicroBatch,
+        layers: LayerRange,
         times: RoundTimes,
-        shard_groups: ShardGroups,
-        matmul_share: float,
-        copy_ns: int = 0,
-        split_overhead: int = 0,
-        meeting: tuple[int, ...] = (),
+        component: np.ndarray,
+        joined: list[list[int]],
     ) -> MicroBatchTimes:
-        """Find out who waits for whom.
+        """Cut the price of a micro-batch where its forward and its input half end; `round_components` tells who waits.
 
-        Args:
-            work: the stage's share of the round.
-            times: its price.
-            shard_groups: of the plan; all ranks of a shard group that the round touches take part in it.
-            matmul_share: share of linear layers' time that is matrix products.
-            copy_ns: ns of copying activations to host memory, behind the forward, and back, behind the backward.
-            split_overhead: ns that the halves of a backward take more than a whole one.
-            meeting: ranks that meet before and after every pass.
+        Offloaded activations are copied to host memory behind the forward, and back behind the backward.
         """
         rank, group, load = times.member_rank, times.member_group, times.rank_ns
-        component, joined = round_components(work, shard_groups.of_rank, meeting)
         member = component[rank]
         slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
-        cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], work.checkpoint, matmul_share)
+        cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], work.checkpoint, cost.engine.matmul_share)
+        copy_ns, stage_layers = 0, layers.stop - layers.first
+        if work.offload and stage_layers < layers.model_layers:
+            held = cost.memory.activation_bytes(layers, work.checkpoint, offload=False).held
+            copy_ns = offload_ns(held * int(tokens_on_ranks(cost, work).max()))
         length, forward, weights = extend_for_offload(times.component_ns(component), *cuts, copy_ns)
         degrees = np.array([*(len(each.ranks) for each in work.groups), 1])  # the last: ranks without a group
         before = sums_before(rank, times.member_ns)
@@ -193,9 +195,8 @@ class MicroBatchTimes:
             length=length,
             forward=forward,
             weights=weights,
-            split_overhead=split_overhead,
+            split_overhead=cost.engine.split_overhead_ns(stage_layers),
             shard_groups=tuple(map(tuple, joined)),
-            ranks_held=np.array([sum(shard_groups.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
             nic=times.nic_ns,
             link=times.link_ns,
         )
@@ -240,25 +241,11 @@ def _exposed(times: RoundTimes, before: np.ndarray) -> np.ndarray:
 # -- all micro-batches of a plan ------------------------------------------------
 
 
-def stage_layer_ranges(pipeline: Pipeline) -> list[LayerRange | None]:
-    """Layers of every stage; None: the whole model."""
-    return [None] if len(pipeline.stages) == 1 else [*pipeline.layer_ranges]
-
-
-class ShardGroups(NamedTuple):
-    """The shard groups of a plan, numbered over all pipelines."""
-
-    of_rank: dict[int, int]
-    sizes: list[int]
-
-
 def price(plan: Plan, cost: CostModel) -> dict[MicroBatchKey, MicroBatchTimes]:
     """Price every micro-batch of every stage; on identical stages once."""
-    of_rank = {rank: i for i, ranks in enumerate(plan.shard_groups) for rank in ranks}
-    shard_groups = ShardGroups(of_rank, list(map(len, plan.shard_groups)))
-    times = {}
+    shard_group_of, times = {rank: i for i, ranks in enumerate(plan.shard_groups) for rank in ranks}, {}
     for p, pipeline in enumerate(plan.pipelines):
-        identical = IdenticalStages.of(cost, pipeline, of_rank)
+        identical = IdenticalStages.of(cost, pipeline, shard_group_of)
         layers, resident = identical.layers, len(pipeline.stages) > 1 or bool(identical.unsharded)
         batches: dict[tuple[MemoryPolicy, int], dict[Hashable, list[tuple[int, int]]]] = {}
         for s, stage in enumerate(pipeline.stages):
@@ -272,29 +259,12 @@ def price(plan: Plan, cost: CostModel) -> dict[MicroBatchKey, MicroBatchTimes]:
             costs = np.split(table, np.cumsum([len(work.groups) for work in works])[:-1])
             for work, priced, places in zip(works, costs, same.values(), strict=True):
                 s = places[0][0]
-                first = MicroBatchTimes.of(
-                    work,
-                    own.round_times(work, policy, layers[s], priced),
-                    shard_groups,
-                    own.engine.matmul_share,
-                    copy_ns=_copy_ns(own, work, layers[s]),
-                    split_overhead=own.engine.split_overhead_ns(_layer_count(own, layers[s])),
-                    meeting=pipeline.stages[s].ranks if s in identical.unsharded else (),
-                )
+                meeting = pipeline.stages[s].ranks if s in identical.unsharded else ()
+                round_ns = round_times(own, work, policy, layers[s], priced)
+                waiting = round_components(work, shard_group_of, meeting)
+                first = MicroBatchTimes.of(own, work, layers[s], round_ns, *waiting)
                 times |= {MicroBatchKey(p, other, r): identical.moved(first, s, other) for other, r in places}
     return times
-
-
-def _layer_count(cost: CostModel, layers: LayerRange | None) -> int:
-    return cost.model.layers if layers is None else layers.stop - layers.first
-
-
-def _copy_ns(cost: CostModel, work: StageMicroBatch, layers: LayerRange | None) -> int:
-    """ns of copying the activations of a micro-batch to host memory, on its fullest rank."""
-    if not work.offload or layers is None:
-        return 0
-    held = cost.memory.activation_bytes(layers, work.checkpoint, offload=False).held
-    return offload_ns(held * int(tokens_on_ranks(cost, work).max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +275,11 @@ class IdenticalStages:
     alike on two stages takes as long on both if they have as many layers.
     """
 
-    layers: list[LayerRange | None]
+    layers: tuple[LayerRange, ...]
     first_rank: list[int]  # of every stage
     first_shard_group: list[int]  # of every stage
     node_size: int
-    aligned: bool  # whether all pipeline ranks lie in their nodes in the same way
+    aligned: bool  # whether all pipeline ranks, of which there are several, lie in their nodes in the same way
     unsharded: frozenset[int]  # stages that are unsharded for every pass
 
     @classmethod
@@ -318,9 +288,10 @@ class IdenticalStages:
         blocks, size = pipeline.ranks_by_pp_rank, cost.node_size
         width, start = len(blocks[0]), blocks[0][0]
         even = all(block == tuple(range(start + i * width, start + (i + 1) * width)) for i, block in enumerate(blocks))
-        first = [blocks[pipeline.pp_rank_of(stage)][0] for stage in range(len(pipeline.stages))]
+        even = even and len(pipeline.stages) > 1
+        first = [stage.ranks[0] for stage in pipeline.stages]
         return cls(
-            layers=stage_layer_ranges(pipeline),
+            layers=pipeline.layer_ranges,
             first_rank=first,
             first_shard_group=[shard_group_of[rank] for rank in first],
             node_size=size,
@@ -330,11 +301,10 @@ class IdenticalStages:
 
     def key(self, stage: int, number: int, work: StageMicroBatch) -> Hashable:
         """What two micro-batches of one policy and tensor degree have in common if they take as long."""
-        layers = self.layers[stage]
         routed = work.linear is not None or any(group.route is not None for group in work.groups)
-        if not self.aligned or layers is None or routed:
+        if not self.aligned or routed:
             return stage, number
-        first = self.first_rank[stage]
+        layers, first = self.layers[stage], self.first_rank[stage]
         groups = tuple(
             (group.ranks[0] - first, group.ranks[-1] - first, group.ulysses, group.ring, group.method, group.spans)
             for group in work.groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -42,35 +41,22 @@ class RoundSummary:
 class Simulation:
     """A simulated step. For every rank ``busy_ns + comm_ns + idle_ns == step_ns``.
 
-    Attributes:
-        step_ns: time of the step.
-        end_ns: how much of it is the end of the step (reduction once per step, optimiser), after all rounds; with the
-            exposed resharding time of free sharding, before the first of them too.
-        node_size: ranks of a node.
-        events: who does what when.
-        rounds: pipeline by pipeline.
-        busy_ns: int64[ranks] computing, the optimiser at the end of the step included.
-        comm_ns: int64[ranks] exposed communication: the time of the rank's groups that is not computing, and
-            messages between stages during which the rank does nothing else.
-        idle_ns: int64[ranks] neither computing nor communicating.
-        peak_memory: int64[ranks] bytes.
-        nic_busy_ns: int64[nodes, nics] time in which every NIC is occupied by exchanges of groups and remapping
-            (parameters and gradients not counted).
-        link_busy_ns: int64[ranks] the same of every rank's NVLink port.
-        nics: when the NICs of every node are in use.
+    Exposed communication is the time of a rank's groups that is not computing, and messages between stages during which
+    the rank does nothing else. The end of the step is the reduction once per step and the optimiser, after all rounds,
+    and the exposed resharding time of free sharding, which may come before the first of them.
     """
 
     step_ns: int
-    end_ns: int
+    end_ns: int  # of the step
     node_size: int
     events: EventTable
-    rounds: tuple[RoundSummary, ...]
-    busy_ns: np.ndarray
-    comm_ns: np.ndarray
-    idle_ns: np.ndarray
-    peak_memory: np.ndarray
-    nic_busy_ns: np.ndarray
-    link_busy_ns: np.ndarray
+    rounds: tuple[RoundSummary, ...]  # pipeline by pipeline
+    busy_ns: np.ndarray  # int64[ranks] computing, the optimiser included
+    comm_ns: np.ndarray  # int64[ranks] exposed communication
+    idle_ns: np.ndarray  # int64[ranks]
+    peak_memory: np.ndarray  # int64[ranks] bytes
+    nic_busy_ns: np.ndarray  # int64[nodes, nics] with exchanges of groups and remapping, not parameters and gradients
+    link_busy_ns: np.ndarray  # int64[ranks] the same of every rank's NVLink port
     nics: NicTable
 
     @property
@@ -95,7 +81,6 @@ class Simulation:
         return float(shares.max()), float(shares.mean())
 
     def __repr__(self) -> str:
-        """Summarise in one line."""
         return (
             f"Simulation({self.step_ns / 1e6:.3f} ms on {self.ranks} ranks, {len(self.rounds)} rounds, "
             f"idle {self.idle_share:.1%}, communication {self.comm_share:.1%}, "
@@ -110,10 +95,10 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     not validate the plan; rows of actions that wait for each other raise `DeadlockError`.
     """
     _require_match(plan, cost)
-    times, graph, starts, stops = dry_run(plan, cost)
-    end, end_comm = end_ns(plan, cost, times)
+    graph, starts, stops = _dry_run(plan, cost)
+    end, end_comm = end_ns(plan, cost, graph.times)
     step = int(stops.max(initial=0)) + end
-    events = event_table(graph, times, starts, cost.ranks, (end, end_comm))
+    events = event_table(graph, starts, cost.ranks, (end, end_comm))
     comm, idle = _comm_and_idle_ns(events, cost.ranks, step)
     nics = np.zeros((cost.cluster.nodes, cost.cluster.nics_per_node), dtype=np.int64)
     return Simulation(
@@ -121,14 +106,14 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
         end_ns=end,
         node_size=cost.node_size,
         events=events,
-        rounds=_summaries(times),
+        rounds=_summaries(plan, graph.times),
         busy_ns=step - comm - idle,
         comm_ns=comm,
         idle_ns=idle,
         peak_memory=peak_memory(plan, cost),
-        nic_busy_ns=sum((batch.nic for batch in times.values()), nics),
-        link_busy_ns=sum((batch.link for batch in times.values()), np.zeros(cost.ranks, dtype=np.int64)),
-        nics=nic_table(graph, times, starts, cost.node_size),
+        nic_busy_ns=sum((batch.nic for batch in graph.times.values()), nics),
+        link_busy_ns=sum((batch.link for batch in graph.times.values()), np.zeros(cost.ranks, dtype=np.int64)),
+        nics=nic_table(graph, starts, cost.node_size),
     )
 
 
@@ -139,8 +124,8 @@ def predicted_ns(plan: Plan, cost: CostModel) -> int:
     """
     if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
         return cost.plan_ns(plan)
-    run = dry_run(plan, cost)
-    return int(run.stops.max(initial=0)) + end_ns(plan, cost, run.times)[0]
+    graph, _, stops = _dry_run(plan, cost)
+    return int(stops.max(initial=0)) + end_ns(plan, cost, graph.times)[0]
 
 
 def _require_match(plan: Plan, cost: CostModel) -> None:
@@ -160,17 +145,8 @@ def _require_match(plan: Plan, cost: CostModel) -> None:
         )
 
 
-class DryRun(NamedTuple):
-    """Tasks that have run; they are numbered as in the engine. ns."""
-
-    times: dict[MicroBatchKey, MicroBatchTimes]
-    graph: TaskGraph
-    starts: np.ndarray
-    stops: np.ndarray
-
-
-def dry_run(plan: Plan, cost: CostModel) -> DryRun:
-    """Price a plan and run its actions.
+def _dry_run(plan: Plan, cost: CostModel) -> tuple[TaskGraph, np.ndarray, np.ndarray]:
+    """Price a plan and run its actions; return the tasks with starts and stops, int64[tasks] ns.
 
     Ranks that share memory and clock, as processes of one CPU do, are faster while others wait. A profile prices work
     as if all were busy and has a `solo_time_ratio` for the other end. Pipelines have ranks that wait, so they are run
@@ -178,18 +154,15 @@ def dry_run(plan: Plan, cost: CostModel) -> DryRun:
     share.
     """
     times, ratio = price(plan, cost), cost.engine.solo_time_ratio
-    first = _run(plan, cost, times)
-    if ratio == 1.0 or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
-        return first
-    busy = sum(int(batch.total.sum()) for batch in times.values())
-    waiting = 1.0 - busy / max(busy, cost.ranks * int(first.stops.max(initial=0)), 1)
-    share = round(FULL_SHARE * (1.0 - (1.0 - ratio) * waiting))
-    return _run(plan, cost, {key: batch.scaled(share) for key, batch in times.items()})
-
-
-def _run(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBatchTimes]) -> DryRun:
     graph = build_tasks(plan, cost, times)
-    return DryRun(times, graph, *graph.engine.run(graph.name))
+    starts, stops = graph.engine.run(graph.name)
+    if ratio < 1.0 and any(len(pipeline.stages) > 1 for pipeline in plan.pipelines):
+        busy = sum(int(batch.total.sum()) for batch in times.values())
+        waiting = 1.0 - busy / max(busy, cost.ranks * int(stops.max(initial=0)), 1)
+        share = round(FULL_SHARE * (1.0 - (1.0 - ratio) * waiting))
+        graph = build_tasks(plan, cost, {key: batch.scaled(share) for key, batch in times.items()})
+        starts, stops = graph.engine.run(graph.name)
+    return graph, starts, stops
 
 
 def _comm_and_idle_ns(events: EventTable, ranks: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -207,11 +180,13 @@ def _comm_and_idle_ns(events: EventTable, ranks: int, step: int) -> tuple[np.nda
     return comm + covered - working, step - covered
 
 
-def _summaries(times: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[RoundSummary, ...]:
+def _summaries(plan: Plan, times: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[RoundSummary, ...]:
     """Sum up every round over its stages."""
     sums: dict[tuple[int, int], np.ndarray] = {}
+    sizes = list(map(len, plan.shard_groups))
     for key, batch in times.items():
-        comm, held = batch.comm.sum(), (batch.length * batch.ranks_held).sum()
+        held_by = [sum(sizes[number] for number in joined) for joined in batch.shard_groups]
+        comm, held = batch.comm.sum(), (batch.length * held_by).sum()
         own = np.array([batch.length.max(), held, batch.total.sum() - comm, comm])
         sums[key.pipeline, key.round] = sums.get((key.pipeline, key.round), 0) + own
     return tuple(RoundSummary(*key, *sums[key].tolist()) for key in sorted(sums))

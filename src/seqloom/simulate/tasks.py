@@ -33,9 +33,8 @@ from seqloom.simulate.engine import Engine
 from seqloom.simulate.microbatch import ActionTimes, MicroBatchKey, MicroBatchTimes
 
 COMPUTING = frozenset((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))
-_TO_NEXT = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}
-_FROM = {ActionKind.RECV_F: (-1, ActionKind.SEND_F), ActionKind.RECV_B: (1, ActionKind.SEND_B)}
-_RECEIVE = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
+_TO = {ActionKind.SEND_F: (1, ActionKind.RECV_F), ActionKind.SEND_B: (-1, ActionKind.RECV_B)}
+_FROM = {receive: (-step, send) for send, (step, receive) in _TO.items()}
 
 
 class ComputeTasks(NamedTuple):
@@ -61,6 +60,7 @@ class LinkTask(NamedTuple):
 class TaskGraph:
     """The engine with the tasks of a plan, and what each task stands for."""
 
+    times: dict[MicroBatchKey, MicroBatchTimes]
     engine: Engine = field(default_factory=Engine)
     computing: list[ComputeTasks] = field(default_factory=list)
     links: list[LinkTask] = field(default_factory=list)
@@ -80,13 +80,13 @@ def _name(pipeline: int, action: Action) -> str:
 
 def build_tasks(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBatchTimes]) -> TaskGraph:
     """Turn every row of actions into tasks. Pipelines have no ranks in common, so their order is free."""
-    graph = TaskGraph()
+    graph = TaskGraph(times)
     for number, pipeline in enumerate(plan.pipelines):
         messages = dict(_add_messages(graph, cost, pipeline, number))
         unshards = unshard_times_by_stage(cost, pipeline)
         for row in pipeline.actions:
-            _add_row(graph, times, number, row, messages, unshards)
-        _wait_for_documents(graph, times, number, pipeline)
+            _add_row(graph, number, row, messages, unshards)
+        _wait_for_documents(graph, number, pipeline)
     return graph
 
 
@@ -103,7 +103,7 @@ def _add_messages(
     for action in (action for row in pipeline.actions for action in row):
         if action.round is None:
             continue
-        if action.kind in _TO_NEXT:
+        if action.kind in _TO:
             sends.add((action.stage, action.kind, action.round))
         elif action.kind in _FROM:
             back, kind = _FROM[action.kind]
@@ -122,25 +122,24 @@ def _add_messages(
         return cost.stage_message_ns(tokens, *pipeline.stages[stage : stage + 2])
 
     for stage, kind, r in sorted(sends):
-        other = stage + _TO_NEXT[kind]
+        step, receive = _TO[kind]
+        other = stage + step
         ns = price(r, min(stage, other))
         task = graph.engine.add(ns, links=((number, pp_rank[stage], "out"), (number, pp_rank[other], "in")))
-        sender, receiver = MicroBatchKey(number, stage, r), MicroBatchKey(number, other, r)
-        ends = ((sender, kind.value), (receiver, _RECEIVE[kind].value))
+        ends = ((MicroBatchKey(number, stage, r), kind.value), (MicroBatchKey(number, other, r), receive.value))
         graph.links.append(LinkTask(ends, False, ns, task, _name(number, Action(stage, kind, r))))
         yield (stage, kind, r), task
 
 
 def _add_row(
     graph: TaskGraph,
-    times: dict[MicroBatchKey, MicroBatchTimes],
     pipeline: int,
     row: tuple[Action, ...],
     messages: dict[MessageKey, int],
     unshards: dict[int, UnshardTimes],
 ) -> None:
     """Add the tasks of one pipeline rank. A receive is remembered per shard group until its next action."""
-    engine = graph.engine
+    engine, times = graph.engine, graph.times
     awaited: dict[int, set[int]] = {}
     for action, move in zip(row, shard_collectives(row, frozenset(unshards)), strict=True):
         if move is None and action.round is None:
@@ -158,7 +157,7 @@ def _add_row(
             for shard_groups, ns in zip(components, own.duration.tolist(), strict=True):
                 after = set().union(*(awaited.pop(number, ()) for number in shard_groups))
                 engine.add(ns, streams=shard_groups, after=after)
-        elif action.kind in _TO_NEXT:
+        elif action.kind in _TO:
             before = set(engine.last(everyone)).union(*(awaited.get(number, ()) for number in everyone))
             engine.require(messages[action.stage, action.kind, key.round], before)
         elif action.kind in _FROM:
@@ -167,9 +166,7 @@ def _add_row(
                 awaited.setdefault(number, set()).add(messages[action.stage + back, kind, key.round])
 
 
-def _wait_for_documents(
-    graph: TaskGraph, times: dict[MicroBatchKey, MicroBatchTimes], number: int, pipeline: Pipeline
-) -> None:
+def _wait_for_documents(graph: TaskGraph, number: int, pipeline: Pipeline) -> None:
     """Let every document wait for itself, from one stage to the next (or back) on the same pipeline rank."""
     local = {s for s in range(1, len(pipeline.stages)) if pipeline.stages[s].ranks == pipeline.stages[s - 1].ranks}
     if not local:
@@ -179,10 +176,9 @@ def _wait_for_documents(
     for s in local:
         for r, current in enumerate(pipeline.rounds):
             keys = (MicroBatchKey(number, s - 1, r), MicroBatchKey(number, s, r))
-            early, late = (_components(current.by_stage[key.stage], times[key]) for key in keys)
+            early, late = (_components(current.by_stage[key.stage], graph.times[key]) for key in keys)
+            down, up = ([first[key, forward] for key in keys] for forward in (True, False))
             for document, component in early.items():
-                down = [first[key, True] for key in keys]
-                up = [first[key, False] for key in keys]
                 graph.engine.require(down[1] + late[document], [down[0] + component])
                 graph.engine.require(up[0] + component, [up[1] + late[document]])
 

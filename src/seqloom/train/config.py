@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import field, replace
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from seqloom.cost import Profile
 from seqloom.data.source import SYNTHETIC
@@ -23,7 +26,9 @@ from seqloom.errors import SeqloomError, import_extra, unknown_name
 from seqloom.plan import Sharding
 from seqloom.planners.pipeline.planner import SCHEDULES
 from seqloom.planners.registry import parse_planner
-from seqloom.reader import build, is_file_name, read_mapping
+from seqloom.reader import build, is_file_name, read_mapping, validation_error
+
+T = TypeVar("T")
 
 Count = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, ge=1)]
@@ -35,11 +40,21 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Decay = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 
-class _Section:
-    """Keys of a section: their types say what is legal. A key that is none of them is refused."""
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def _checked(cls: type[T]) -> type[T]:
+    """Make a frozen dataclass that refuses what its types do not allow, read from a file or made in Python."""
+    checked: Any = pydantic_dataclass(frozen=True, slots=True, config={"extra": "forbid"})(cls)
+    validate = checked.__init__
 
-    __slots__ = ()
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    @wraps(validate)
+    def initialise(self: T, *arguments: Any, **keys: Any) -> None:
+        try:
+            validate(self, *arguments, **keys)
+        except ValidationError as error:
+            raise validation_error(checked, error, cls.__name__) from None
+
+    checked.__init__ = initialise
+    return checked
 
 
 def _require_one(section: object, name: str, *keys: str) -> None:
@@ -47,12 +62,11 @@ def _require_one(section: object, name: str, *keys: str) -> None:
     given = [key for key in keys if getattr(section, key) is not None]
     if len(given) != 1:
         problem = "both are given" if given else "neither is given"
-        dotted = " and ".join(f"{name}.{key}" for key in keys)
-        raise SeqloomError(f"{dotted}: {problem}; give exactly one of them")
+        raise SeqloomError(f"{' and '.join(f'{name}.{key}' for key in keys)}: {problem}; give exactly one of them")
 
 
-@dataclass(frozen=True, slots=True)
-class Run(_Section):
+@_checked
+class Run:
     """How long, with which seed, where to."""
 
     output: Path
@@ -69,12 +83,11 @@ class Run(_Section):
     """Seconds after which a rank that waits for another gives up: more than the longest step takes."""
 
     def __post_init__(self) -> None:
-        """Check what several keys say together."""
         _require_one(self, "run", "steps", "epochs")
 
 
-@dataclass(frozen=True, slots=True)
-class Model(_Section):
+@_checked
+class Model:
     """The model to train: a reference model, or a Hugging Face folder."""
 
     spec: str | None = None
@@ -91,7 +104,6 @@ class Model(_Section):
     """Compile the bodies of layers with torch.compile: slow first steps, then faster ones and less memory."""
 
     def __post_init__(self) -> None:
-        """Check what several keys say together."""
         _require_one(self, "model", "spec", "huggingface")
         if self.parameters is not None and self.spec is None:
             raise SeqloomError(
@@ -100,8 +112,8 @@ class Model(_Section):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Data(_Section):
+@_checked
+class Data:
     """Which documents, and how many of them make a step."""
 
     source: Path
@@ -121,7 +133,6 @@ class Data(_Section):
     """What happens to longer ones; they are counted and reported."""
 
     def __post_init__(self) -> None:
-        """Check what several keys say together."""
         _require_one(self, "data", "sequences", "tokens")
         if self.batches == "hbp" and self.tokens is None:
             raise SeqloomError(
@@ -140,8 +151,8 @@ class Data(_Section):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Planning(_Section):
+@_checked
+class Planning:
     """Which planner, for which machine, and within what memory."""
 
     planner: str = "auto"
@@ -163,14 +174,13 @@ class Planning(_Section):
     """Steps that are planned ahead in the background; 0: each when it is due."""
 
     def __post_init__(self) -> None:
-        """Check what types do not say."""
         parse_planner(self.planner)
         if self.strategies != "auto" and not is_file_name(self.strategies):
             raise SeqloomError(f"plan.strategies = {self.strategies!r}; give a .json of seqloom propose, or 'auto'")
 
 
-@dataclass(frozen=True, slots=True)
-class Pipelining(_Section):
+@_checked
+class Pipelining:
     """Whether the model's layers are cut into stages, each on ranks of its own, through which documents flow."""
 
     stages: Annotated[int, Strict()] | str = 1
@@ -181,7 +191,6 @@ class Pipelining(_Section):
     """Order of forwards and backwards: a name of `seqloom schedule`; auto: the fastest for every step."""
 
     def __post_init__(self) -> None:
-        """Check what types do not say."""
         if self.stages != "auto" and not (isinstance(self.stages, int) and self.stages >= 1):
             raise SeqloomError(f"pipeline.stages = {self.stages!r}; give 1 or more, or 'auto'")
         if self.schedule not in ("auto", *SCHEDULES):
@@ -194,8 +203,8 @@ class Pipelining(_Section):
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Optimiser(_Section):
+@_checked
+class Optimiser:
     """AdamW. Matrices are decayed, norms and biases are not."""
 
     lr: PositiveReal = 3e-4
@@ -207,8 +216,8 @@ class Optimiser(_Section):
     """The gradient is scaled down to this norm where it is above; 0: never."""
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule(_Section):
+@_checked
+class Schedule:
     """How the learning rate moves: up during the warm-up, then down to `final` at the last step."""
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
@@ -218,8 +227,8 @@ class Schedule(_Section):
     """Share of the rate at the last step; constant has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation(_Section):
+@_checked
+class Evaluation:
     """Loss on the validation documents."""
 
     every: Count = 0
@@ -228,8 +237,8 @@ class Evaluation(_Section):
     """Batches of an evaluation, always the same ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpointing(_Section):
+@_checked
+class Checkpointing:
     """When the state of a run is written, and where it begins from."""
 
     every: Count = 0
@@ -240,8 +249,8 @@ class Checkpointing(_Section):
     """auto: from the latest of this run's folder, if there is one; never; or the folder of a checkpoint elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Logging(_Section):
+@_checked
+class Logging:
     """Where the metrics of steps go."""
 
     every: Positive = 1
@@ -252,16 +261,13 @@ class Logging(_Section):
     """Trackers that get the metrics as well; each must be installed."""
 
     def __post_init__(self) -> None:
-        """Check what types do not say."""
         if len(set(self.sinks)) < len(self.sinks):
             raise SeqloomError(f"log.sinks = {list(self.sinks)} names one twice; name each once")
 
 
-@dataclass(frozen=True, slots=True)
+@_checked
 class Config:
     """Everything that a run depends on. Paths are absolute."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
 
     run: Run
     model: Model
@@ -275,7 +281,6 @@ class Config:
     log: Logging = field(default_factory=Logging)
 
     def __post_init__(self) -> None:
-        """Check what several sections say together."""
         if self.evaluation.every and self.data.validation is None:
             raise SeqloomError(
                 f"evaluation.every = {self.evaluation.every} without data.validation; name the documents to evaluate "
@@ -328,14 +333,10 @@ class Config:
             raise SeqloomError(f"{str(path)!r}: a training config is a .toml file; rename it, or give another")
         content = _absolute_paths(read_mapping(path), path.absolute().parent)
         content = merge_overrides(content, _absolute_paths(parse_overrides(overrides), Path.cwd()))
-        model = content.get("model")
-        if (
-            isinstance(model, dict)
-            and isinstance(name := model.get("huggingface"), str)
-            and not Path(name).is_absolute()
-        ):
-            content["model"] = {**model, "huggingface": str(fetch_model(name))}  # a published model
         config = build(cls, content, str(path))
+        if config.model.huggingface is not None and not config.model.huggingface.is_absolute():  # a published model
+            folder = fetch_model(str(config.model.huggingface))
+            config = replace(config, model=replace(config.model, huggingface=folder))
         try:
             if config.model.spec is not None:
                 ModelSpec.load(config.model.spec)
@@ -359,23 +360,10 @@ class Config:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return sections of keys with values that JSON and TOML have; keys that are None are left out."""
-
-        def plain(value: Any) -> Any:
-            return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-
-        sections = {section.name: getattr(self, section.name) for section in fields(self)}
-        return {
-            name: {
-                key.name: plain(value) for key in fields(section) if (value := getattr(section, key.name)) is not None
-            }
-            for name, section in sections.items()
-        }
+        return TypeAdapter(Config).dump_python(self, mode="json", exclude_none=True)
 
 
 # ---- Overrides
-
-_TOML_STARTS = ('"', "'", "[", "{")
-"""A value that starts so is meant as TOML, so it must be valid TOML."""
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -410,7 +398,7 @@ def _parse_value(text: str, override: str) -> Any:
     try:
         content = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
-        if text.startswith(_TOML_STARTS):
+        if text.startswith(('"', "'", "[", "{")):  # meant as TOML
             raise SeqloomError(f"override {override!r}: {text} is not a TOML value ({error}); correct it") from None
         return text
     value = content["value"]
@@ -421,17 +409,9 @@ def _parse_value(text: str, override: str) -> Any:
 
 # ---- Paths and published models
 
-_PATHS = {
-    ("run", "output"),
-    ("model", "parameters"),
-    ("model", "huggingface"),
-    ("data", "source"),
-    ("data", "validation"),
-    ("log", "jsonl"),
-    ("checkpoint", "resume"),
-}
-"""Keys that are paths, unless they are the name of a published model, a synthetic corpus, auto or never."""
-_NAMES_OR_FILES = {("model", "spec"), ("plan", "cluster"), ("plan", "profile"), ("plan", "strategies")}
+_PATHS = {"run.output", "model.parameters", "model.huggingface", "data.source", "data.validation", "log.jsonl"}
+"""Keys that are paths, unless they are the name of a published model or a synthetic corpus."""
+_NAMES_OR_FILES = {"model.spec", "plan.cluster", "plan.profile", "plan.strategies"}
 """Keys that are a path when they end like a file, else a name."""
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MODEL_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.jinja")
@@ -441,22 +421,24 @@ MODEL_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", 
 def _absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a copy of a config's mapping in which paths are absolute, those that were relative below `folder`."""
 
-    def is_path(section: str, key: str, value: str) -> bool:
-        if (section, key) in _NAMES_OR_FILES:
-            return is_file_name(value)
-        name = value in ("auto", "never") if section == "checkpoint" else value.startswith(SYNTHETIC)
-        return (section, key) in _PATHS and not name and not (key == "huggingface" and is_model_name(value, folder))
+    def absolute(name: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if name in _PATHS:
+            published = name == "model.huggingface" and is_model_name(value, folder)
+            is_path = not published and not value.startswith(SYNTHETIC)
+        elif name == "checkpoint.resume":
+            is_path = value not in ("auto", "never")
+        else:
+            is_path = name in _NAMES_OR_FILES and is_file_name(value)
+        return str((folder / Path(value).expanduser()).resolve()) if is_path else value
 
-    result = dict(content)
-    for section, keys in content.items():
-        if isinstance(keys, dict):
-            result[section] = {
-                key: str((folder / Path(value).expanduser()).resolve())
-                if isinstance(value, str) and is_path(section, key, value)
-                else value
-                for key, value in keys.items()
-            }
-    return result
+    return {
+        section: {key: absolute(f"{section}.{key}", value) for key, value in keys.items()}
+        if isinstance(keys, dict)
+        else keys
+        for section, keys in content.items()
+    }
 
 
 def is_model_name(text: str, folder: Path) -> bool:
@@ -479,12 +461,11 @@ def fetch_model(name: str) -> Path:
         return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
     try:
-        folder = Path(hub.snapshot_download(name, local_files_only=True))
-    except hub.errors.LocalEntryNotFoundError:
-        folder = None
-    try:
-        if folder is None or not is_complete(folder):
-            folder = Path(hub.snapshot_download(name, allow_patterns=list(MODEL_FILES)))
+        with suppress(hub.errors.LocalEntryNotFoundError):
+            folder = Path(hub.snapshot_download(name, local_files_only=True))
+            if is_complete(folder):
+                return folder
+        folder = Path(hub.snapshot_download(name, allow_patterns=list(MODEL_FILES)))
     except (hub.errors.HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SeqloomError(

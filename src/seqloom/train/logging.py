@@ -1,6 +1,6 @@
 """Metrics of a run: one record per step, written to metrics.jsonl, to trackers, and to the terminal.
 
-`Metrics` on rank 0 passes every `StepRecord` on to a `MetricsFile` (always), to trackers (TensorBoard, wandb, trackio,
+`Metrics` on rank 0 writes every `StepRecord` to the file, and passes it on to trackers (TensorBoard, wandb, trackio,
 where installed and configured) and to a display (a live view in a terminal, one plain line per step elsewhere).
 """
 
@@ -32,33 +32,20 @@ PROJECT = "seqloom"
 class StepRecord:
     """Metrics of one optimiser step. Times are those of the slowest rank, in milliseconds."""
 
-    step: int
-    """From 1."""
-    loss: float
-    """Sum of token losses / valid tokens of the whole step."""
-    tokens: int
-    """Of all documents of the step."""
+    step: int  # from 1
+    loss: float  # sum of token losses / valid tokens of the whole step
+    tokens: int  # of all documents of the step
     lr: float
-    grad_norm: float
-    """Of the whole model, before clipping."""
-    measured_ms: float
-    """From the plan being there to the updated parameters."""
-    predicted_ms: float | None = None
-    """The same by the cost model."""
-    planner_wait_ms: float = 0.0
-    """Waiting for the plan, before that."""
-    gap_to_bound: float | None = None
-    """How far the predicted time is above the lower bound, as a share of the bound."""
-    idle_share: float | None = None
-    """Share of the ranks' time in the step that they wait, by the simulator."""
+    grad_norm: float  # of the whole model, before clipping
+    measured_ms: float  # from the plan being there to the updated parameters
+    predicted_ms: float | None = None  # the same by the cost model
+    planner_wait_ms: float = 0.0  # waiting for the plan, before that
+    gap_to_bound: float | None = None  # how far the predicted time is above the lower bound, as a share of the bound
+    idle_share: float | None = None  # share of the ranks' time in the step that they wait, by the simulator
     planner: str = ""
-    """Name of the planner of this step."""
     plan_hash: str = ""
-    """Of the plan that was run."""
-    shape: str = ""
-    """Its pipelines side by side, each as tensor degree x stages / ranks: ``2x2/4, 1x1/2 x 2``."""
-    fallback: bool = False
-    """Whether the planner was late or failed, so that the fallback planner made the plan."""
+    shape: str = ""  # the plan's pipelines, each as tensor degree x stages / ranks: ``2x2/4, 1x1/2 x 2``
+    fallback: bool = False  # the planner was late or failed, so that the fallback planner made the plan
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,7 +58,11 @@ class StepRecord:
 
 
 class Metrics(AbstractContextManager):
-    """Writes the metrics of a run, on rank 0: to the file always, to trackers and the display as configured."""
+    """Writes the metrics of a run, on rank 0: to the file always, to trackers and the display as configured.
+
+    The file is a .jsonl: one object per line, each with its `step`. A line is written at once, so a crash tears at most
+    the last one, and opening the file again cuts that off.
+    """
 
     def __init__(
         self,
@@ -82,84 +73,61 @@ class Metrics(AbstractContextManager):
         trackers: Sequence[Tracker] = (),
         display: _Display | None = None,
     ) -> None:
-        """Open the file after step `done`; trackers and display get every `every`-th step, and the first."""
-        self._file = MetricsFile(path, done=done)
+        """Open the file after the records of the first `done` steps.
+
+        The rest is cut off: a torn last line, and steps after the checkpoint that the run resumes from, which will
+        come again. Trackers and display get every `every`-th step, and the first.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _, size = _read_records(path, done)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file.truncate(size)
         self._path, self._done, self._every = path, done, every
         self._trackers, self._display = tuple(trackers), display
 
-    def __exit__(self, *error: object) -> None:
-        """Close."""
-        self.close()
-
     def step(self, record: StepRecord) -> None:
         """Write one step."""
-        self._file.write(record.as_dict())
-        if record.step % self._every == 0 or record.step == self._done + 1:
-            for tracker in self._trackers:
-                tracker.write(record.step, _numbers(record.as_dict()))
-            if self._display is not None:
-                self._display.step(record)
+        shown = record.step % self._every == 0 or record.step == self._done + 1
+        self._write(record.step, record.as_dict(), tracked=shown)
+        if shown and self._display is not None:
+            self._display.step(record)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Write the loss on the validation documents after `step` steps."""
-        metrics = {"evaluation_loss": loss}
-        self._file.write({"step": step, **metrics})
-        for tracker in self._trackers:
-            tracker.write(step, _numbers(metrics))
-        if self._display is not None:
-            self._display.note(f"step {step}: loss {loss:.4f} on the validation documents")
+        self._write(step, {"step": step, "evaluation_loss": loss}, tracked=True)
+        self._show(f"step {step}: loss {loss:.4f} on the validation documents")
 
     def note(self, step: int, text: str) -> None:
         """Write an event, such as a late planner."""
-        self._file.write({"step": step, "note": text})
-        if self._display is not None:
-            self._display.note(f"step {step}: {text}")
+        self._write(step, {"step": step, "note": text})
+        self._show(f"step {step}: {text}")
 
     def summary(self) -> dict[str, Any]:
         """Return the totals of the run so far, earlier processes included."""
         return summarize(read_steps(self._path), self._done)
 
-    def close(self) -> None:
-        """Close the file, the trackers and the display."""
-        self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+    def __exit__(self, *error: object) -> None:
+        for each in (self._file, *self._trackers, *filter(None, [self._display])):
+            each.close()
+
+    def _write(self, step: int, record: Mapping[str, Any], *, tracked: bool = False) -> None:
+        """Append a line. Numbers that JSON does not have (nan, inf) become null; trackers get what they can draw."""
+        infinite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        try:
+            self._file.write(json.dumps({**record, **infinite}, allow_nan=False) + "\n")
+        except OSError as error:
+            raise SeqloomError(f"{self._path}: cannot be written ({error.strerror or error}); make room") from error
+        numbers = {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
+        numbers.pop("step")
+        for tracker in self._trackers if tracked else ():
+            tracker.write(step, numbers)
+
+    def _show(self, text: str) -> None:
         if self._display is not None:
-            self._display.close()
+            self._display.note(text)
 
 
 # ---- metrics.jsonl
-
-
-class MetricsFile:
-    """The .jsonl of a run: one object per line, each with its `step`.
-
-    A line is written at once, so a crash tears at most the last one, and opening the file again cuts that off.
-    """
-
-    def __init__(self, path: Path, *, done: int = 0) -> None:
-        """Open for writing after the records of the first `done` steps.
-
-        The rest is cut off: a torn last line, and steps after the checkpoint that the run resumes from, which will
-        come again.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        _, size = _read_records(path, done)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._file.truncate(size)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line. Numbers that JSON does not have (nan, inf) become null."""
-        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
-        try:
-            self._file.write(line)
-        except OSError as error:
-            raise SeqloomError(f"{self._path}: cannot be written ({error.strerror or error}); make room") from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def read_steps(path: Path) -> list[StepRecord]:
@@ -212,15 +180,6 @@ def summarize(records: Sequence[StepRecord], done: int = 0) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that a tracker can draw."""
-    return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float) and key != "step"}
-
-
 # ---- Trackers
 
 
@@ -237,18 +196,16 @@ def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, 
     `folder` is the run's, and gives it its name; `settings` is the config, shown beside the run; `done` is the step of
     the checkpoint that the run resumes from, 0 for a new run.
     """
-    modules = [_import_tracker(name) for name in names]  # all of them before the first one starts anything
+    modules = []
+    for name in names:  # all of them before the first one starts anything
+        try:
+            modules.append(importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name))
+        except ImportError as error:
+            raise SeqloomError(
+                f"log.sinks names {name!r}, which cannot be imported ({error}); `pip install {name}`, or take it out "
+                "of log.sinks: metrics.jsonl has all figures anyway"
+            ) from None
     return [_TRACKERS[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
-
-
-def _import_tracker(name: str) -> Any:
-    try:
-        return importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
-    except ImportError as error:
-        raise SeqloomError(
-            f"log.sinks names {name!r}, which cannot be imported ({error}); `pip install {name}`, or take it out of "
-            "log.sinks: metrics.jsonl has all figures anyway"
-        ) from None
 
 
 def _open_tensorboard(module: Any, folder: Path, settings: Mapping[str, Any], done: int) -> Tracker:
@@ -333,8 +290,7 @@ class _LineDisplay:
         self._stream, self._steps = stream, steps
 
     def step(self, record: StepRecord) -> None:
-        width = len(str(self._steps))
-        self.note(f"step {record.step:>{width}}/{self._steps}  {format_step(record)}")
+        self.note(f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {format_step(record)}")
 
     def note(self, text: str) -> None:
         self._stream.write(f"{text}\n")

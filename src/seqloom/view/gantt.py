@@ -5,7 +5,9 @@ Time runs to the right; every line is a rank, a node or a pp_rank.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -38,19 +40,14 @@ class Occupancy:
     """A grid of rows (ranks, nodes or runs of them) x columns (equal slices of the step)."""
 
     labels: tuple[str, ...]
-    degrees: tuple[int, ...]
-    """Ascending; 0 is the end of the step."""
-    share: np.ndarray
-    """float64[rows, degrees, columns]: share of the cell's rank-time in which groups of a degree work."""
+    degrees: tuple[int, ...]  # ascending; 0 is the end of the step
+    share: np.ndarray  # float64[rows, degrees, columns] of the cell's rank-time in which groups of a degree work
 
 
 def occupancy(simulation: Simulation, rows: int, columns: int) -> Occupancy:
     """Sum the work of every cell. Messages between stages are left out: they run beside the work.
 
-    Args:
-        simulation: source of the events.
-        rows: at most this many; ranks if they fit, else nodes, else runs of nodes (of ranks in one node).
-        columns: slices of time.
+    A row is a rank if `rows` hold them all, else a node, else a run of nodes (of ranks in one node).
     """
     size, labels = _rows(simulation, rows)
     events = simulation.events.where(~simulation.events.is_message)
@@ -95,13 +92,11 @@ def _elapsed(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 def _rows(simulation: Simulation, rows: int) -> tuple[int, tuple[str, ...]]:
     """(ranks per row, labels)."""
-    ranks, node = simulation.ranks, simulation.node_size
-    if ranks <= rows or node >= ranks:
-        size = -(-ranks // max(rows, 1))
-        return size, _labels("rank", ranks, size)
-    nodes = -(-ranks // node)
-    size = -(-nodes // max(rows, 1))
-    return size * node, _labels("node", nodes, size)
+    by_rank = simulation.ranks <= max(rows, simulation.node_size)
+    unit = 1 if by_rank else simulation.node_size
+    count = -(-simulation.ranks // unit)
+    size = -(-count // max(rows, 1))
+    return size * unit, _labels("rank" if by_rank else "node", count, size)
 
 
 def _labels(noun: str, count: int, size: int) -> tuple[str, ...]:
@@ -120,10 +115,8 @@ class Gantt:
     """
 
     simulation: Simulation
-    width: int | None = None
-    """Characters; None takes the console's."""
-    rows: int = 16
-    """Lines at most: ranks are drawn one by one if they fit, else by node."""
+    width: int | None = None  # characters; None takes the console's
+    rows: int = 16  # lines at most: ranks are drawn one by one if they fit, else by node
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a line per row, the time axis and the legend."""
@@ -133,15 +126,36 @@ class Gantt:
         columns = max(width - margin - 2, LEAST_COLUMNS)
         grid = occupancy(self.simulation, self.rows, columns)
         nics, use = nic_use(self.simulation, self.rows, columns)
-        coloured = console.color_system is not None and not console.no_color
-        pen = _Pen.of(grid, coloured and not options.ascii_only, options.ascii_only)
-        for row, label in enumerate(grid.labels):
-            yield pen.line(label.rjust(margin - 1), [pen.cell(grid, row, column) for column in range(columns)])
+        coloured = console.color_system is not None and not console.no_color and not options.ascii_only
+        idle, side = (".", "|") if options.ascii_only else ("·", "│")
+        looks = [(_mark(grid.degrees, degree), "white" if degree == 0 else colour(degree)) for degree in grid.degrees]
+
+        def cell(share: float, look: tuple[str, str], least: float = 0.5) -> tuple[str, str]:
+            mark, style = look
+            if coloured:
+                height = min(round(share * len(HEIGHTS)), len(HEIGHTS))
+                return (HEIGHTS[height - 1], style) if height else (idle, "dim")
+            return (mark, "") if share >= least else (idle, "dim")
+
+        def line(label: str, cells: Iterable[tuple[str, str]]) -> Text:
+            drawn = Text(f"{label.rjust(margin - 1)} ", no_wrap=True, overflow="crop").append(side, "dim")
+            for style, run in groupby(cells, key=itemgetter(1)):
+                drawn.append("".join(mark for mark, _ in run), style)
+            return drawn.append(side, "dim")
+
+        for label, shares in zip(grid.labels, grid.share, strict=True):
+            busiest = [looks[most] for most in shares.argmax(axis=0)] if looks else [("", "")] * columns
+            yield line(label, map(cell, shares.sum(axis=0).tolist(), busiest))
         for label, shares in zip(nics, use.tolist(), strict=True):
-            yield pen.line(label.rjust(margin - 1), [pen.nic_cell(share) for share in shares])
+            yield line(label, [cell(use, (NIC_MARKS[use >= 0.5], NIC_COLOUR), LEAST_NIC_USE) for use in shares])
         end = duration(self.simulation.step_ns).rjust(columns - 1)
         yield Text(" " * (margin + 1) + "0" + end, "dim", no_wrap=True)
-        yield Constrain(pen.legend(grid), width)
+        legend = Text("degree  ")
+        for degree, (mark, style) in sorted(zip(grid.degrees, looks, strict=True), key=lambda one: one[0] or math.inf):
+            name = "end of step" if degree == 0 else str(degree)
+            legend.append("█" if coloured else mark, style if coloured else "")
+            legend.append(f" {name}  " if coloured or mark != name else "  ")
+        yield Constrain(legend.append(idle, "dim").append(" idle"), width)
 
 
 def colour(degree: int) -> str:
@@ -150,69 +164,19 @@ def colour(degree: int) -> str:
     return colours[(degree.bit_length() - 1) % len(colours)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pen:
-    """How cells look: a mark and a style for every degree of the grid."""
-
-    marks: tuple[str, ...]
-    styles: tuple[str, ...]
-    coloured: bool
-    idle: str
-    side: str
-
-    @classmethod
-    def of(cls, grid: Occupancy, coloured: bool, ascii_only: bool) -> _Pen:
-        """Choose marks: the digit for degrees below ten, letters above, in order."""
-        wide = [degree for degree in grid.degrees if degree >= 10]
-        letters = {degree: LETTERS[k % len(LETTERS)] for k, degree in enumerate(wide)}
-        marks = tuple(END_MARK if degree == 0 else letters.get(degree, str(degree)) for degree in grid.degrees)
-        styles = tuple("white" if degree == 0 else colour(degree) for degree in grid.degrees)
-        return cls(marks, styles, coloured, "." if ascii_only else "·", "|" if ascii_only else "│")
-
-    def cell(self, grid: Occupancy, row: int, column: int) -> tuple[str, str]:
-        """(character, style) of one cell."""
-        shares = grid.share[row, :, column]
-        busy = float(shares.sum())
-        most = int(shares.argmax()) if len(shares) else 0
-        if self.coloured:
-            height = round(busy * len(HEIGHTS))
-            return (HEIGHTS[height - 1], self.styles[most]) if height > 0 else (self.idle, "dim")
-        return (self.marks[most], "") if busy >= 0.5 else (self.idle, "dim")
-
-    def nic_cell(self, share: float) -> tuple[str, str]:
-        """(character, style) of one cell of a row of NICs."""
-        if self.coloured:
-            height = round(share * len(HEIGHTS))
-            return (HEIGHTS[min(height, len(HEIGHTS)) - 1], NIC_COLOUR) if height > 0 else (self.idle, "dim")
-        return (NIC_MARKS[int(share >= 0.5)], "") if share >= LEAST_NIC_USE else (self.idle, "dim")
-
-    def line(self, label: str, cells: list[tuple[str, str]]) -> Text:
-        """Draw a row of cells between its sides."""
-        line = Text(f"{label} ", no_wrap=True, overflow="crop")
-        line.append(self.side, "dim")
-        for style, run in groupby(cells, key=itemgetter(1)):
-            line.append("".join(mark for mark, _ in run), style)
-        line.append(self.side, "dim")
-        return line
-
-    def legend(self, grid: Occupancy) -> Text:
-        """Say what the colours or marks mean."""
-        line = Text("degree  ")
-        entries = list(zip(grid.degrees, self.marks, self.styles, strict=True))
-        for degree, mark, style in sorted(entries, key=lambda entry: (entry[0] == 0, entry[0])):
-            name = "end of step" if degree == 0 else str(degree)
-            line.append("█" if self.coloured else mark, style if self.coloured else "")
-            line.append(f" {name}  " if self.coloured or mark != name else "  ")
-        line.append(self.idle, "dim")
-        line.append(" idle")
-        return line
+def _mark(degrees: Sequence[int], degree: int) -> str:
+    """Return the mark of a degree without colours: its digit below ten, a letter above, in order."""
+    if degree < 10:
+        return str(degree) if degree else END_MARK
+    return LETTERS[sum(10 <= other < degree for other in degrees) % len(LETTERS)]
 
 
 ACTION_STYLES = {"F": "bright_blue", "B": "green", "I": "cyan", "W": "yellow"}
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "its input half", "W": "its weight half"}
 MOST_BLOCKS = 3
 """A grid that needs more blocks of lines than this is drawn with one letter per time slice instead."""
-_ACTION = re.compile(r"\d+([FBIW])\d+(?: +-)*")
+_ACTION = re.compile(r"\d*([FBIW])\1*\d*(?: +-)*")
+"""An action by name, with the time that it goes on, or a run of one letter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +194,6 @@ class ScheduleChart:
         drawn = Text(text, no_wrap=True, overflow="crop")
         for match in _ACTION.finditer(text):
             drawn.stylize(ACTION_STYLES[match[1]], *match.span())
-        if not _ACTION.search(text):
-            for kind, style in ACTION_STYLES.items():
-                drawn.highlight_regex(rf"{kind}+", style)
         yield drawn
         kinds = {action.kind for row in self.schedule.rows for action in row}
         legend = Text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,26 +44,14 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
     for entry in simulation.rounds:
         current = plan.pipelines[entry.pipeline].rounds[entry.round]
         lengths = [span.tokens for span in current.by_stage[0].spans()]
-        table.add_row(
-            f"{entry.pipeline}.{entry.round}" if len(plan.pipelines) > 1 else str(entry.round),
-            groups_of_round(current),
-            f"{sum(lengths):,}",
-            f"{max(lengths, default=0):,}",
-            milliseconds(entry.time_ns),
-            percent(entry.idle_share),
-            percent(entry.comm_share),
-        )
+        name = f"{entry.pipeline}.{entry.round}" if len(plan.pipelines) > 1 else str(entry.round)
+        sizes = f"{sum(lengths):,}", f"{max(lengths, default=0):,}"
+        shares = percent(entry.idle_share), percent(entry.comm_share)
+        table.add_row(name, groups_of_round(current), *sizes, milliseconds(entry.time_ns), *shares)
     table.add_section()
-    table.add_row(
-        "step",
-        f"{len(simulation.rounds)} rounds",
-        f"{plan.tokens:,}",
-        f"{max(plan.documents):,}",
-        milliseconds(simulation.step_ns),
-        percent(simulation.idle_share),
-        percent(simulation.comm_share),
-        style="bold",
-    )
+    sizes = f"{plan.tokens:,}", f"{max(plan.documents):,}"
+    times = milliseconds(simulation.step_ns), percent(simulation.idle_share), percent(simulation.comm_share)
+    table.add_row("step", f"{len(simulation.rounds)} rounds", *sizes, *times, style="bold")
     return table
 
 
@@ -81,13 +70,9 @@ def comparison_table(results: Mapping[str, Figures], starred: Collection[str] = 
     """Draw one row per planner, compared with the first one.
 
     Over several batches a row shows means; speed-up is the first planner's total step time over its own; gap is the
-    mean of step / bound - 1; memory is the largest peak.
-
-    Args:
-        results: for every planner the lists over batches that ``seqloom compare --json`` prints under ``planners``:
-            step_ms, bound_ms, plan_ms, rounds, comm_share, idle_share, peak_memory_gib. A plan that was read from a
-            file has plan_ms None.
-        starred: planners whose rows point to a note below the table.
+    mean of step / bound - 1; memory is the largest peak. The lists over batches are those that ``seqloom compare
+    --json`` prints under ``planners``; a plan that was read from a file has plan_ms None. Rows of starred planners
+    point to a note below the table.
     """
     names = ("planner", "step ms", "speed-up", "gap %", "rounds", "comm %", "idle %", "peak GiB", "plan ms")
     table = table_of(names, left=("planner",), folding="planner")
@@ -98,21 +83,17 @@ def comparison_table(results: Mapping[str, Figures], starred: Collection[str] = 
         planned = [ms for ms in figures["plan_ms"] if ms is not None]
         table.add_row(
             f"{name} *" if name in starred else name,
-            milliseconds(1e6 * _mean(figures["step_ms"])),
+            milliseconds(1e6 * fmean(figures["step_ms"])),
             f"{first / totals[name]:.2f}x",
-            percent(_mean(gaps)),
-            f"{_mean(figures['rounds']):.3g}",
-            percent(_mean(figures["comm_share"])),
-            percent(_mean(figures["idle_share"])),
+            percent(fmean(gaps)),
+            f"{fmean(figures['rounds']):.3g}",
+            percent(fmean(figures["comm_share"])),
+            percent(fmean(figures["idle_share"])),
             f"{max(figures['peak_memory_gib']):.1f}",
-            milliseconds(1e6 * _mean(planned)) if planned else "-",
+            milliseconds(1e6 * fmean(planned)) if planned else "-",
             style="bold" if totals[name] == min(totals.values()) else None,
         )
     return table
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def balance_table(rows: Mapping[str, Balance]) -> Table:

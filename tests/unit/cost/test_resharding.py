@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.plan_cost import round_times
 from seqloom.cost.resharding import exposed_reshard_ns, reshard_times, resident_parameters
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
@@ -207,7 +208,7 @@ def test_a_step_has_its_exposed_time():
     plan.validate()
     found, split = simulate(plan, cost), cost.with_tensor(2)
     policy = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
-    time = split.round_times(works[0], policy).busy_ns[:2].max()
+    time = round_times(split, works[0], policy).busy_ns[:2].max()
     moved = exposed_reshard_ns(cost, plan.pipelines, [(time, time)])
     end = cost.step_overhead_ns(policy) + moved
     assert found.step_ns == predicted_ns(plan, cost) == cost.plan_ns(plan) == time + end

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.plan_cost import round_times
 from seqloom.cost.resharding import exposed_reshard_ns, resident_parameters, unshard_times
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import move_between
-from seqloom.plan import Action, Checkpoint, LayerRange, Reduce, Stage, Weight, compute_layout, step_layout
+from seqloom.plan import Action, Checkpoint, LayerRange, Reduce, Stage, Weight, compute_layout
 from seqloom.plan.pipeline import ShardCollective, reshard_after_forward_stages, shard_collectives
 from seqloom.planners.bounds import plan_bound
 from seqloom.simulate import EventKind, predicted_ns, simulate
@@ -80,7 +81,7 @@ def test_a_pass_takes_what_its_moves_take(cluster, tensor):
     cost, plan = cost_of(cluster), plans("one stage")[0]
     stage = Stage(tuple(range(8)), (0, LAYERS), tensor)
     pipeline = replace(plan.pipelines[0], stages=(stage,))
-    layouts = step_layout(WEIGHTS, [pipeline], [(0, 0)]), compute_layout(WEIGHTS, [pipeline])
+    layouts = compute_layout(WEIGHTS, [pipeline], [(0, 0)]), compute_layout(WEIGHTS, [pipeline])
     times = unshard_times(cost, stage, LayerRange(0, LAYERS, LAYERS))
     hops = (8 // tensor - 1).bit_length()
     for size, found in ((2, times.gather), (4, times.sum)):
@@ -120,7 +121,7 @@ def test_one_stage_adds_two_gathers_and_a_sum_to_every_round():
     def exposed(pipeline):
         """Of the step's own moves, what shows: rounds hide nothing of shares, which a pass waits for."""
         step = [
-            cost.round_times(r.by_stage[0], MemoryPolicy(r.by_stage[0].checkpoint, Reduce.STEP, resident=True))
+            round_times(cost, r.by_stage[0], MemoryPolicy(r.by_stage[0].checkpoint, Reduce.STEP, resident=True))
             for r in pipeline.rounds
         ]
         ends = [int(each.busy_ns[:4].max()) for each in (step[0], step[-1])]
@@ -159,7 +160,7 @@ def test_memory_is_what_the_layouts_hold(name, kept):
     cost = cost_of()
     _, plan = plans(name, kept)
     per_pass = [(number, stage) for number, line in enumerate(plan.pipelines) for stage in range(len(line.stages))]
-    layouts = step_layout(WEIGHTS, plan.pipelines, per_pass), compute_layout(WEIGHTS, plan.pipelines)
+    layouts = compute_layout(WEIGHTS, plan.pipelines, per_pass), compute_layout(WEIGHTS, plan.pipelines)
     shares, copies = (np.bincount(layout.rank, layout.sizes, 8) for layout in layouts)
     homes = np.array([[4 * (own in weight.used_by) for own in ("embedding", 0, "head")] for weight in WEIGHTS])
     table, layer, head = (np.bincount(layouts[1].rank, layouts[1].sizes * each[layouts[1].item], 8) for each in homes.T)
@@ -192,7 +193,7 @@ def test_shares_are_what_a_step_brings():
     whole, plan = plans("tensor ranks")
     shared = [reshard_after_forward_stages(line) for line in plan.pipelines]
     held, _ = resident_parameters(cost_of("2x4xH100"), [line.stages for line in plan.pipelines], shared)
-    layout = step_layout(WEIGHTS, plan.pipelines, [(0, 0), (1, 0)])
+    layout = compute_layout(WEIGHTS, plan.pipelines, [(0, 0), (1, 0)])
     assert held.rank.tolist() == np.bincount(layout.rank, layout.sizes, 8).tolist()
     assert not held.others.any() and held.node.tolist() == held.rank.reshape(2, 4).sum(axis=1).tolist()
     assert not reshard_after_forward_stages(whole.pipelines[0])

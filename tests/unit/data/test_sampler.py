@@ -198,8 +198,8 @@ def test_one_device(store):
 def test_a_plan_of_another_batch_is_refused(store):
     source = store([1, 2, 3], [4, 5])
     for spans, message in (
-        (((0, 0, 4),), "document 0 up to token 4, but in this batch document 0 has 3 tokens"),
-        (((1, 0, 2),), "document 1 up to token 2, but in this batch 1 documents"),
+        (((0, 0, 4),), "document 0 up to token 4, but in this batch it has 3 tokens"),
+        (((1, 0, 2),), "document 1 up to token 2, but in this batch there are 1 documents"),
     ):
         with pytest.raises(SeqloomError, match=message):
             rank_rows(source, context_of(0, 1, *spans), batch_of(source, 0))

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from seqloom.attention import attention, attention_with_lse
 from seqloom.dist import bind, run_ranks
-from support.transports import CountingTransport, RankOnly
 from seqloom.dist.token_layout import redistribute_tokens, run_in_mlp_layout
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import move_between
 from seqloom.plan import Checkpoint, Group, GroupFamily, Remap, StageMicroBatch
 from support.attention_cases import Case
+from support.transports import CountingTransport, RankOnly
 
 torch.set_num_threads(1)
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)
@@ -104,7 +104,11 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
 )
 def test_a_shard_group_is_one_collective_where_it_has_a_communicator(shard_group, family, known):
     context = bind(replace(WORK, linear=SWAPPED), RankOnly(0), shard_groups=[shard_group, (2,)], family=family)
-    assert context.attention_redistribute.to_target.collective == context.attention_redistribute.to_source.collective == known
+    assert (
+        context.attention_redistribute.to_target.collective
+        == context.attention_redistribute.to_source.collective
+        == known
+    )
     assert context.attention_redistribute.to_target.ranks == tuple(sorted(shard_group))
     others = bind(replace(WORK, linear=SWAPPED), RankOnly(2), shard_groups=[shard_group, (2,)], family=family)
     assert (others.attention_redistribute is None) == (2 not in shard_group), "nothing of it moves"

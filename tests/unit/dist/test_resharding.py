@@ -28,7 +28,9 @@ def random_like(resharder, boxes, seed):
 def test_sums_are_added_in_rank_order_in_float32_or_wider(dtype):
     def body(transport):
         resharder = Resharder(WEIGHTS, optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 2, 3), transport, device="cpu")
-        given = {weight: each.to(dtype) for weight, each in random_like(resharder, resharder.target, transport.rank).items()}
+        given = {
+            weight: each.to(dtype) for weight, each in random_like(resharder, resharder.target, transport.rank).items()
+        }
         return given[0], resharder.start_reduce(1, given, dtype).wait()[0]
 
     wide = torch.promote_types(dtype, torch.float32)
@@ -47,7 +49,9 @@ def test_a_node_adds_up_before_its_sum_crosses(dtype):
     def body(transport):
         layouts = optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 2, 3)
         resharder = Resharder(WEIGHTS, *layouts, transport, device="cpu", node_size=2)
-        given = {weight: each.to(dtype) for weight, each in random_like(resharder, resharder.target, transport.rank).items()}
+        given = {
+            weight: each.to(dtype) for weight, each in random_like(resharder, resharder.target, transport.rank).items()
+        }
         before = given[0].clone()
         return before, resharder.start_reduce(1, given, dtype).wait()[0]
 
@@ -81,7 +85,8 @@ def test_where_several_ranks_hold_a_box_their_parts_add_up_to_the_sum():
     def body(transport):
         resharder = Resharder(WEIGHTS, whole_on(0, 1), whole_on(1, 2, 3), transport, device="cpu")
         given = {
-            weight: torch.full((box.rows, box.columns), 10.0**transport.rank) for weight, box in resharder.target.items()
+            weight: torch.full((box.rows, box.columns), 10.0**transport.rank)
+            for weight, box in resharder.target.items()
         }
         return [resharder.start_reduce(bucket, given, torch.float32).wait() for bucket in range(4)]
 
@@ -119,7 +124,9 @@ def test_rows_may_lie_on_ranks_in_any_order():
 
     def body(transport, source):
         resharder = Resharder(weights, source, whole_on(4, weights=weights), transport, device="cpu")
-        held = {k: values[box.start : box.stop, box.start2 : box.stop2].contiguous() for k, box in resharder.source.items()}
+        held = {
+            k: values[box.start : box.stop, box.start2 : box.stop2].contiguous() for k, box in resharder.source.items()
+        }
         found = resharder.start_copy(1, held, torch.float32).wait()
         assert transport.rank < 4 or torch.equal(found[0], values)
         sums = resharder.start_reduce(1, found, torch.float32).wait()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from seqloom.dist import P2PChannel, P2PDirection, SingleRankTransport, run_ranks
-from support.transports import CountingTransport
 from seqloom.errors import SeqloomError
+from support.transports import CountingTransport
 
 BOTH = pytest.mark.parametrize("strict", [False, True])
 F, B = P2PDirection.FORWARD, P2PDirection.BACKWARD
@@ -17,7 +17,9 @@ def test_messages_of_a_channel_arrive_in_order_and_channels_do_not_wait_for_each
         me, peer = transport.rank, 1 - transport.rank
         transport.connect([P2PChannel(direction, *pair) for direction in P2PDirection for pair in ((0, 1), (1, 0))])
         rooms = [(direction, torch.empty(k + 1)) for k in range(3) for direction in (B, F)]
-        waiting = [transport.receive(room, peer, direction) for direction, room in rooms]  # long before anything is sent
+        waiting = [
+            transport.receive(room, peer, direction) for direction, room in rooms
+        ]  # long before anything is sent
         total = torch.ones(2)
         transport.all_reduce(total, (0, 1))  # is not held up
         sent = [torch.full((k + 1,), 100.0 * me + 10 * (direction == B) + k) for direction in (F, B) for k in range(3)]

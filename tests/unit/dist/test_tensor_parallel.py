@@ -18,9 +18,8 @@ from seqloom.dist import (
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
-from support.transports import CountingTransport
-from support.transports import RankOnly
 from support.strategies_attention import cases, cases_of_many_groups
+from support.transports import CountingTransport, RankOnly
 
 torch.set_num_threads(1)
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)
@@ -59,7 +58,10 @@ def test_a_column_shares_pieces_and_carry():
     piece, kv_cache = Span(0, 4, 16), object()
     pieces = {0: (Span(0, 0, 4), piece)}
     context = bind(work_of(Group((0, 1), 2, 1, (piece,))), RankOnly(0, 8), tensor=2, pieces=pieces, kv_cache=kv_cache)
-    assert context.tp_group.cp_context.kv_cache is kv_cache and context.tp_group.cp_context.pieces == context.pieces == pieces
+    assert (
+        context.tp_group.cp_context.kv_cache is kv_cache
+        and context.tp_group.cp_context.pieces == context.pieces == pieces
+    )
 
 
 def test_a_rank_without_a_group_is_a_team_of_its_own():

@@ -13,7 +13,7 @@ def test_ulysses_shares_are_contiguous_runs_of_the_packed_tokens() -> None:
     assert layout.spans(4) == (Span(7, 0, 4),)
     assert layout.spans(5) == (Span(2, 10, 13),)
     assert layout.spans(6) == (Span(2, 13, 16),)
-    assert (group.tokens, group.degree, group.tokens_per_rank()) == (10, 3, 4)
+    assert (group.tokens, group.degree) == (10, 3)
 
 
 def test_a_ring_deals_in_zigzag() -> None:
@@ -37,7 +37,6 @@ def test_fewer_tokens_than_ranks() -> None:
     layout = group.token_layout()
     found = [layout.spans(rank) for rank in range(4)]
     assert found == [(Span(0, 0, 1),), (), (Span(0, 1, 2),), (Span(0, 2, 3),)]
-    assert group.tokens_per_rank() == 1
 
 
 def heads_of(group: Group, rank: int, heads: int, kv_heads: int | None = None) -> tuple[int, int]:

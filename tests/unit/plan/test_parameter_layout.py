@@ -6,7 +6,7 @@ import torch
 from seqloom.errors import PlanError
 from seqloom.layout import Layout
 from seqloom.layout.move import move_of_rank
-from seqloom.plan import Pipeline, Stage, Weight, compute_layout, optimiser_layout, step_layout
+from seqloom.plan import Pipeline, Stage, Weight, compute_layout, optimiser_layout
 from seqloom.plan.parameter_layout import dp_groups, layer_buckets
 
 
@@ -40,7 +40,7 @@ def test_the_example_of_the_docstring():
 def test_a_column_shares_the_rows_between_passes():
     weights = [Weight("q", 12, 4, (0,), 0), Weight("o", 3, 4, (0,), 1), Weight("norm", 5, 1, (0,))]
     only = pipeline(((4, 5, 6, 7), (0, 1), 2))
-    layout = step_layout(weights, [only], {(0, 0)})
+    layout = compute_layout(weights, [only], {(0, 0)})
     assert dp_groups((4, 5, 6, 7), 2) == ((4, 6), (5, 7))
     assert [boxes(layout, rank) for rank in (4, 6, 5, 7)] == [
         [(0, 3, 0, 4)], [(3, 6, 0, 4)], [(6, 9, 0, 4)], [(9, 12, 0, 4)]
@@ -54,10 +54,10 @@ def test_a_column_shares_the_rows_between_passes():
 def test_what_another_stage_of_the_ranks_keeps_is_kept_whole():
     weights = [Weight("table", 6, 1, ("embedding", "head")), Weight("norm", 6, 1, ("head",))]
     v = pipeline(((0, 1), (0, 1)), ((2, 3), (1, 2)), ((0, 1), (2, 3)))
-    layout = step_layout(weights, [v], {(0, 2)})
+    layout = compute_layout(weights, [v], {(0, 2)})
     assert boxes(layout, 0) == [(0, 6, 0, 1)], "stage 0 keeps the table for the step"
     assert boxes(layout, 0, 1) == [(0, 3, 0, 1)]
-    assert boxes(step_layout(weights, [v], {(0, 0), (0, 2)}), 1) == [(3, 6, 0, 1)]
+    assert boxes(compute_layout(weights, [v], {(0, 0), (0, 2)}), 1) == [(3, 6, 0, 1)]
 
 
 def test_bundles_follow_the_model():

@@ -8,6 +8,7 @@ import pytest
 
 from seqloom.api import cost_model
 from seqloom.cost import GroupShape, MemoryPolicy
+from seqloom.cost.plan_cost import round_times
 from seqloom.layout import Span
 from seqloom.plan import Pipeline, Round, StageMicroBatch
 from seqloom.planners.remap import with_remapping
@@ -34,8 +35,8 @@ def test_uneven_tokens_are_levelled_for_linear_layers():
     assert work.linear is not None
     assert cost.plan_ns(better) < 0.8 * cost.plan_ns(plan)
     policy = MemoryPolicy(work.checkpoint, better.reduce)
-    before = cost.round_times(plan.pipelines[0].rounds[0].by_stage[0], policy).rank_ns
-    after = cost.round_times(work, policy).rank_ns
+    before = round_times(cost, plan.pipelines[0].rounds[0].by_stage[0], policy).rank_ns
+    after = round_times(cost, work, policy).rank_ns
     assert after.max() - after.min() < (before.max() - before.min()) // 4
 
 

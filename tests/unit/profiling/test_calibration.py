@@ -15,7 +15,7 @@ from seqloom.dist import SingleRankTransport  # noqa: E402
 from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
 from seqloom.profiling import calibration  # noqa: E402
-from seqloom.profiling.calibration import StepTimes, describe_trial, trial_plans  # noqa: E402
+from seqloom.profiling.calibration import describe_trial, trial_plans  # noqa: E402
 from seqloom.simulate import predicted_ns, simulate  # noqa: E402
 
 MODEL = ModelSpec("m", 2, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)
@@ -83,7 +83,7 @@ def test_what_a_handover_takes_is_found_from_a_step_and_its_busy_time(slower):
     busy = slower * float((expected.busy_ns + expected.comm_ns).mean())
     assert predicted_ns(plan, true) > predicted_ns(plan, start)
     for factor, step in ((slower, predicted_ns(plan, true)), (0.9 * slower, predicted_ns(plan, start))):
-        handover_us = calibration.solve_handover_us(plan, start, StepTimes(factor * step, busy))
+        handover_us = calibration.solve_handover_us(plan, start, factor * step, busy)
         assert handover_us == pytest.approx(2_500.0 if factor == slower else 0.0, abs=2)
 
 

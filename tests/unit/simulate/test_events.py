@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.plan_cost import round_times
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch
@@ -66,7 +67,7 @@ def test_groups_that_share_a_nic_take_turns():
     cost = CostModel(cost.cluster, cost.model, replace(cost.profile, network=network), sharding="full")
     groups = tuple(Group((3, 7), 1, 2, (Span(k, 0, 20_000),)) for k in range(2))
     apart = (groups[0], Group((2, 6), 1, 2, groups[1].spans))
-    one, both = (cost.round_times(StageMicroBatch(some, POLICY.checkpoint), POLICY) for some in (groups[:1], groups))
+    one, both = (round_times(cost, StageMicroBatch(some, POLICY.checkpoint), POLICY) for some in (groups[:1], groups))
     assert (both.nic_ns == 2 * one.nic_ns).all() and np.count_nonzero(one.nic_ns) == 2
     plan = plan_of(cost, StageMicroBatch(groups, POLICY.checkpoint))
     step = cost.plan_ns(plan)

@@ -1,7 +1,8 @@
 """A run as one value: read, overridden, written back; models by their published name."""
 
 import json
-from dataclasses import FrozenInstanceError, fields
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,16 @@ import pytest
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.reader import build
-from seqloom.train.config import MODEL_FILES, Config, fetch_model, is_model_name, merge_overrides, parse_overrides
+from seqloom.train.config import (
+    MODEL_FILES,
+    Config,
+    Optimiser,
+    Run,
+    fetch_model,
+    is_model_name,
+    merge_overrides,
+    parse_overrides,
+)
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LEAST = """
@@ -164,6 +174,21 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
 def test_what_cannot_be_is_refused_with_the_way_out(override, message, write):
     with pytest.raises(SeqloomError, match=message):
         Config.load(write(LEAST), overrides=[override])
+
+
+def test_sections_made_in_python_are_checked_like_those_of_a_file(write):
+    config = Config.load(write(LEAST))
+    assert pickle.loads(pickle.dumps(config)) == config
+    refused = [
+        (lambda: Run(Path("out"), steps=0), r"Run: steps = 0: input should be greater than or equal to 1"),
+        (lambda: Run(Path("out")), r"run.steps and run.epochs: neither is given"),
+        (lambda: replace(config.run, steps=0), r"Run: steps = 0"),
+        (lambda: Optimiser(betas=(0.9, 1.0)), r"Optimiser: betas.1 = 1.0: input should be less than 1"),
+        (lambda: replace(config, run=replace(config.run, stepz=1)), r"unknown key 'stepz'; did you mean 'steps'"),
+    ]
+    for make, message in refused:
+        with pytest.raises(SeqloomError, match=message):
+            make()
 
 
 def test_a_planner_without_stages_is_for_a_run_without_them(write):

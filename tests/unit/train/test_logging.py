@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.train.logging import Metrics, MetricsFile, StepRecord, open_display, open_trackers, read_steps, summarize
+from seqloom.train.logging import Metrics, StepRecord, open_display, open_trackers, read_steps, summarize
 
 
 def record(step, **values):
@@ -69,9 +69,8 @@ def test_a_step_is_one_line_with_all_figures(tmp_path):
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
-    file = MetricsFile(tmp_path / "m.jsonl")
-    file.write(record(1, loss=float("nan"), grad_norm=float("inf")).as_dict())
-    file.close()
+    with Metrics(tmp_path / "m.jsonl") as metrics:
+        metrics.step(record(1, loss=float("nan"), grad_norm=float("inf")))
     [line] = lines(tmp_path / "m.jsonl")
     assert line["loss"] is None and line["grad_norm"] is None
 
@@ -79,33 +78,31 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
 @pytest.mark.parametrize("tail", ["", '{"step": 4, "lo', '{"step": 4, "lo\n', "\x00\x00\x00", '{"step": 4}\n{"ste'])
 def test_a_torn_line_and_steps_that_come_again_are_cut_off(tmp_path, tail):
     path = tmp_path / "m.jsonl"
-    file = MetricsFile(path)
-    for step in (1, 2, 3):
-        file.write({"step": step, "loss": float(step)})
-    file.write({"step": 3, "evaluation_loss": 9.0})
-    file.close()
+    with Metrics(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.step(record(step, loss=float(step)))
+        metrics.evaluation(3, 9.0)
     with path.open("a") as file:
         file.write(tail)
-    file = MetricsFile(path, done=2)
-    file.write({"step": 3, "loss": 30.0})
-    file.close()
-    assert lines(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 30.0}]
+    with Metrics(path, done=2) as metrics:
+        metrics.step(record(3, loss=30.0))
+    assert [(each["step"], each["loss"]) for each in lines(path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_a_bad_line_in_the_middle_is_an_error_and_the_file_stays(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(SeqloomError, match=r"m.jsonl, line 2 is not a record; move the file away"):
-        MetricsFile(path, done=5)
+        Metrics(path, done=5)
     assert path.read_text() == '{"step": 1}\nnonsense\n{"step": 2}\n'
 
 
 def test_a_process_that_dies_leaves_whole_lines(tmp_path):
     path = tmp_path / "m.jsonl"
     code = (
-        "import os, sys; from pathlib import Path; from seqloom.train.logging import MetricsFile\n"
-        "file = MetricsFile(Path(sys.argv[1]))\n"
-        "for step in range(1, 6): file.write({'step': step, 'loss': 1.0})\n"
+        "import os, sys; from pathlib import Path; from seqloom.train.logging import Metrics\n"
+        "metrics = Metrics(Path(sys.argv[1]))\n"
+        "for step in range(1, 6): metrics.evaluation(step, 1.0)\n"
         "os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == 9
@@ -114,13 +111,13 @@ def test_a_process_that_dies_leaves_whole_lines(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_a_full_disk_is_a_clear_error(tmp_path):
-    file = MetricsFile(tmp_path / "m.jsonl")
-    file._file.close()
-    file._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - the file closes it
+    metrics = Metrics(tmp_path / "m.jsonl")
+    metrics._file.close()
+    metrics._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - the metrics close it
     with pytest.raises(SeqloomError, match=r"m.jsonl: cannot be written \(No space left on device\); make room"):
-        file.write({"step": 1})
+        metrics.note(1, "late")
     with pytest.raises(OSError, match="No space left"):
-        file.close()
+        metrics.__exit__()
 
 
 def test_the_summary_has_the_names_of_the_contract_and_leaves_the_first_step_out_of_times():

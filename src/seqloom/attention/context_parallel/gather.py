@@ -13,10 +13,20 @@ import torch
 
 from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
 from seqloom.attention.context_parallel.routed import RoutedExchanges, key_item, returned_item
-from seqloom.attention.kernels.interface import Gradients, Saved
-from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
-from seqloom.attention.tiles import GatherSchedule, PreparedTile, add_key_gradients, backward_tiles, forward_tiles
+from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
+from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, merge_ops, sum_dtype
+from seqloom.attention.tiles import (
+    LocalHeads,
+    PreparedTile,
+    ZigzagChunks,
+    add_key_gradients,
+    backward_tiles,
+    forward_tiles,
+    gather_schedule,
+    prepare_tiles,
+)
 from seqloom.dist.rows import RowIndex, add, count, inverse_permutation, on_device, take
+from seqloom.dist.token_layout import BoundGroup
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 
 
@@ -25,9 +35,7 @@ class Gather(ContextParallelAttention):
     """One rank's part of a gather.
 
     Attributes:
-        transport: of this rank.
-        ranks: of the ring, by ring index.
-        index: of this rank.
+        ranks, index: of the ring, and of this rank in it.
         sends: rows of the own buffer that every ring index wants.
         counts: rows that come from every ring index, the own ones too.
         order: sorts the received rows by document and position; None: they are sorted.
@@ -52,21 +60,24 @@ class Gather(ContextParallelAttention):
     def of(
         cls,
         transport: Transport,
-        ranks: tuple[int, ...],
-        index: int,
-        schedule: GatherSchedule,
-        tiles: tuple[PreparedTile, ...],
-        ops: MergeOps,
-        device: torch.device,
-        routed: RoutedExchanges | None = None,
+        bound: BoundGroup,
+        heads: LocalHeads,
+        kernel: Kernel,
+        routed: RoutedExchanges | None,
+        *,
+        causal: bool,
+        window: int | None,
     ) -> Gather:
-        """Copy a schedule's index arrays to a device; `tiles` are the schedule's, prepared."""
+        """Do the index work of a group."""
+        group, index, device = bound.group, bound.ring_index, heads.shape.device
+        chunks = [ZigzagChunks.of(group, other) for other in range(group.ring)]
+        schedule = gather_schedule(chunks, index, causal=causal, window=window)
         sends = tuple(rows if isinstance(rows, slice) else on_device(rows, device) for rows in schedule.sends)
-        order = inverse_order = None
-        if schedule.order is not None:
-            order = on_device(schedule.order, device)
-            inverse_order = inverse_permutation(order)
-        return cls(transport, ranks, index, sends, schedule.counts, order, inverse_order, tiles, ops, routed)
+        order = None if schedule.order is None else on_device(schedule.order, device)
+        inverse_order = None if order is None else inverse_permutation(order)
+        tiles, ops = prepare_tiles(kernel, schedule.tiles, heads), merge_ops(device, heads.shape.dtype)
+        exchanged = (sends, schedule.counts, order, inverse_order)
+        return cls(transport, bound.ring_ranks, index, *exchanged, tiles, ops, routed)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
@@ -91,7 +102,7 @@ class Gather(ContextParallelAttention):
         """See `ContextParallelAttention.exchange_bytes`."""
         received = kv_row * (sum(self.counts) - self.counts[self.index])
         returned = gradient_row * sum(count(rows) for n, rows in enumerate(self.sends) if n != self.index)
-        return ExchangeBytes((received,), (received, returned))
+        return (received,), (received, returned)
 
     def _gather(self, k: torch.Tensor, v: torch.Tensor, overlap: Overlap) -> torch.Tensor:
         """Return the visible keys and values [sum of counts, 2 * kv heads, dim], sorted."""

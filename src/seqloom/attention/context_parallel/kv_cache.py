@@ -37,7 +37,7 @@ from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.lse import merge_ops
 from seqloom.attention.masks import Segments
 from seqloom.attention.tiles import LocalHeads, Tile, prepare_tiles
-from seqloom.dist.rows import RowIndex, count, on_device, put, slice_or_index, span_columns, take
+from seqloom.dist.rows import RowIndex, count, on_device, put, slice_or_index, take
 from seqloom.dist.token_layout import BoundGroup, Context
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -88,19 +88,9 @@ class KVCache:
     __slots__ = ("_documents", "backward")
 
     def __init__(self, *, backward: bool = True) -> None:
-        """Start empty.
-
-        Args:
-            backward: whether a backward follows. Without one, a document is freed after its last piece's forward.
-        """
+        """Start empty. Where no backward follows, a document is freed after its last piece's forward."""
         self.backward = backward
         self._documents: dict[tuple[int, int], _CachedDocument] = {}
-
-    @property
-    def bytes(self) -> int:
-        """Memory of keys, values and gradients that are held now."""
-        tensors = [each for cached in self._documents.values() for each in (cached.kv, cached.gradient)]
-        return sum(each.numel() * each.itemsize for each in tensors if each is not None)
 
     def check_empty(self) -> None:
         """Refuse keys that are left at the end of a step."""
@@ -190,22 +180,6 @@ class KVCache:
         return cached
 
 
-class Prefix(NamedTuple):
-    """Rows of the cache that a piece reads of the pieces before it.
-
-    Attributes:
-        piece: as this ring index sees it.
-        first_rows: the first row that is read, at every ring index; the last one is the piece's `start` there.
-    """
-
-    piece: Piece
-    first_rows: tuple[int, ...]
-
-    def rows(self, index: int) -> slice:
-        """Return the rows that this ring index sends round."""
-        return slice(self.first_rows[index], self.piece.start)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixAttention(Ring):
     """A ring (of one index, maybe) over the keys of a round and over those of earlier pieces.
@@ -215,14 +189,15 @@ class PrefixAttention(Ring):
 
     Attributes:
         pieces: of this round.
-        prefixes: of pieces; their keys are `keys[1:]`.
+        prefixes: pieces that read earlier ones, and the first row of the cache that each reads; the last is the one
+            before its own. Their keys are `keys[1:]`.
         whole_rows: rows of the round that belong to whole documents.
         kv_cache: of the step.
         layer: whose keys these are; -1 until a layer calls, see `plan.plan_attention`.
     """
 
     pieces: tuple[Piece, ...]
-    prefixes: tuple[Prefix, ...]
+    prefixes: tuple[tuple[Piece, int], ...]
     whole_rows: RowIndex
     kv_cache: KVCache
     layer: int = -1
@@ -233,18 +208,17 @@ class PrefixAttention(Ring):
     ) -> PrefixAttention:
         """Do the index work of a group; the context has the pieces of its documents, and a KV cache."""
         group, index = bound.group, bound.ring_index
-        pieces = tuple(_local_pieces(group, index, bound.spans, context.pieces))
+        pieces, rows = _local_pieces(group, index, context.pieces)
         keys, prefixes = [RingKeys.of_round(group, index, heads, kernel, causal=True, window=window)], []
         for piece in pieces:
-            prefix, prefix_keys = _prefix(group, index, piece, context.pieces[piece.document], window, heads, kernel)
+            first, prefix_keys = _prefix(group, index, piece, context.pieces[piece.document], window, heads, kernel)
             if any(prefix_keys.counts):
-                prefixes.append(prefix)
+                prefixes.append((piece, first))
                 keys.append(prefix_keys)
-        rows = _whole_rows(bound, pieces)
         whole_rows = rows if isinstance(rows, slice) else on_device(rows, context.device)
         ops, cache = merge_ops(context.device, heads.shape.dtype), cast("KVCache", context.kv_cache)
         ring = (context.transport, bound.ring_ranks, index, tuple(keys), ops, None)
-        return cls(*ring, pieces, tuple(prefixes), whole_rows, cache)
+        return cls(*ring, tuple(pieces), tuple(prefixes), whole_rows, cache)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
@@ -284,15 +258,14 @@ class PrefixAttention(Ring):
             for piece, kv in zip(self.pieces, cached, strict=True):
                 own[piece.rows] = kv[piece.start : piece.stop]
             put(own, self.whole_rows, torch.cat((k, v), dim=1))
-        views = [self.kv_cache.keys(self.layer, each.piece)[each.rows(self.index)] for each in self.prefixes]
+        views = [self.kv_cache.keys(self.layer, piece)[first : piece.start] for piece, first in self.prefixes]
         return [own, *views]
 
     def _started_gradients(self) -> list[torch.Tensor | None]:
         """Return, where nothing travels, the gradients in the cache, to be added to in place."""
         if self.size > 1:
             return [None for _ in self.keys]
-        started = [self.kv_cache.partial_gradient(self.layer, each.piece, each.first_rows[0]) for each in self.prefixes]
-        return [None, *started]
+        return [None, *(self.kv_cache.partial_gradient(self.layer, *prefix) for prefix in self.prefixes)]
 
     def _finish_gradients(self, gradients: Tensors, started: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Leave the gradients of prefixes in the cache; return those of the round, with what later pieces left."""
@@ -300,7 +273,7 @@ class PrefixAttention(Ring):
             self.kv_cache.take_gradient(self.layer, piece, gradients[0][piece.rows])
         for prefix, gradient, before in zip(self.prefixes, gradients[1:], started[1:], strict=True):
             if before is None:
-                self.kv_cache.add_gradient(self.layer, prefix.piece, prefix.first_rows[self.index], gradient)
+                self.kv_cache.add_gradient(self.layer, *prefix, gradient)
         return gradients[0]
 
 
@@ -322,28 +295,29 @@ class _Run(NamedTuple):
     row: int
 
 
-def _local_pieces(group: Group, index: int, spans: Sequence[Span], pieces: Mapping[int, Sequence[Span]]) -> list[Piece]:
-    """Return the documents in pieces that a group works on, as ring index `index` sees them.
-
-    Args:
-        group: of a round.
-        index: of the ring.
-        spans: of the index, sorted by document and position.
-        pieces: all pieces of every document that has several, in order.
-    """
-    found, row = [], 0
-    current = {span.document: span for span in group.spans}
-    for document in sorted(current):
-        rows = sum(span.tokens for span in spans if span.document == document)
-        if document in pieces:
-            every = list(pieces[document])
-            number = every.index(current[document])
-            held = [sum(run.tokens for run in _chunks(group, index, piece)) for piece in every]
+def _local_pieces(
+    group: Group, index: int, pieces: Mapping[int, Sequence[Span]]
+) -> tuple[list[Piece], slice | np.ndarray]:
+    """Return the pieces that a group works on, as ring index `index` sees them, and its rows of whole documents."""
+    found, whole, row = [], [], 0
+    for span in sorted(group.spans):
+        rows = _held_tokens(group, index, span)
+        if span.document in pieces:
+            every = pieces[span.document]
+            number = every.index(span)
+            held = [_held_tokens(group, index, piece) for piece in every]
             start = sum(held[:number])
             place = slice(row, row + rows)
-            found.append(Piece(document, number, len(every), place, start, start + held[number], sum(held)))
+            found.append(Piece(span.document, number, len(every), place, start, start + rows, sum(held)))
+        elif rows:
+            whole.append((row, rows))
         row += rows
-    return found
+    starts, lengths = np.array(whole, dtype=np.int64).reshape(-1, 2).T
+    return found, slice_or_index(starts, lengths)
+
+
+def _held_tokens(group: Group, index: int, piece: Span) -> int:
+    return sum(chunk.tokens for chunk in _chunks(group, index, piece))
 
 
 def _prefix(
@@ -354,33 +328,28 @@ def _prefix(
     window: int | None,
     heads: LocalHeads,
     kernel: Kernel,
-) -> tuple[Prefix, RingKeys]:
-    """Return what a piece reads of the earlier ones (`pieces` has all), and the tiles over these keys."""
+) -> tuple[int, RingKeys]:
+    """Return the first row of the cache that a piece reads here, and the tiles over keys of all earlier `pieces`."""
     current = pieces[piece.number]
     seen_from = 0 if window is None else max(0, current.start - window + 1)
     keys = [_runs(group, other, pieces[: piece.number]) for other in range(group.ring)]
-    first_rows = tuple(sum(min(max(seen_from - run.start, 0), run.stop - run.start) for run in runs) for runs in keys)
-    counts = tuple(
-        sum(run.stop - run.start for run in runs) - first for runs, first in zip(keys, first_rows, strict=True)
-    )
+    first_rows = [sum(min(max(seen_from - run.start, 0), run.stop - run.start) for run in runs) for runs in keys]
+    held = [sum(run.stop - run.start for run in runs) for runs in keys]
+    counts = tuple(rows - first for rows, first in zip(held, first_rows, strict=True))
     queries = [run._replace(row=run.row + piece.rows.start) for run in _runs(group, index, [current])]
+    rows = piece.stop - piece.start
     steps = []
     for step in range(group.ring):
         other = (index - step) % group.ring
-        if window is None:
-            tiles = _full_tile(piece.rows, counts[other])
-        else:
+        if window is not None:
             tiles = _window_tiles(queries, keys[other], first_rows[other], window)
+        elif rows and counts[other]:  # all queries of the piece over all keys before it
+            full = Segments.of([(0, rows, 0, counts[other], 0)], causal=False)
+            tiles = [Tile(full, piece.rows, slice(0, counts[other]))]
+        else:
+            tiles = []
         steps.append(prepare_tiles(kernel, tiles, heads))
-    return Prefix(piece, first_rows), RingKeys(counts, tuple(steps))
-
-
-def _full_tile(queries: slice, keys: int) -> list[Tile]:
-    """All queries of the piece over all keys before it."""
-    rows = queries.stop - queries.start
-    if not rows or not keys:
-        return []
-    return [Tile(Segments.of([(0, rows, 0, keys, 0)], causal=False), queries, slice(0, keys))]
+    return first_rows[index], RingKeys(counts, tuple(steps))
 
 
 def _window_tiles(queries: Sequence[_Run], keys: Sequence[_Run], first: int, window: int) -> list[Tile]:
@@ -414,11 +383,3 @@ def _runs(group: Group, index: int, pieces: Sequence[Span]) -> list[_Run]:
 def _chunks(group: Group, index: int, piece: Span) -> list[Span]:
     """Return the zigzag chunks of one piece that a ring index holds, in order."""
     return replace(group, spans=(piece,)).ring_spans(index)
-
-
-def _whole_rows(bound: BoundGroup, pieces: Sequence[Piece]) -> slice | np.ndarray:
-    """Rows of the round that belong to no piece."""
-    in_pieces = {piece.document for piece in pieces}
-    _, starts, stops = span_columns(bound.spans)
-    lengths, whole = stops - starts, np.array([span.document not in in_pieces for span in bound.spans], dtype=bool)
-    return slice_or_index((np.cumsum(lengths) - lengths)[whole], lengths[whole])

@@ -71,7 +71,7 @@ class PreparedCpuFlash:
         out = torch.zeros(q.shape, dtype=q.dtype)
         lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=sum_dtype(q.dtype))
         for call in self.calls:
-            inputs = (_heads_first(q[call.queries]), _heads_first(k[call.keys]), _heads_first(v[call.keys]))
+            inputs = map(_heads_first, (q[call.queries], k[call.keys], v[call.keys]))
             options = {"causal": call.causal, "mask": call.mask(lse.dtype), "scale": self.shape.scale}
             call_out, call_lse = compat.cpu_flash_forward(*inputs, **options)
             out[call.queries] = _rows_first(call_out)
@@ -93,9 +93,10 @@ class PreparedCpuFlash:
             call_lse = lse[None, :, call.queries]
             options = {"causal": call.causal, "mask": call.mask(wide), "scale": self.shape.scale}
             grads = compat.cpu_flash_backward(call_dout, call_q, call_k, call_v, call_out, call_lse, **options)
-            dq[call.queries] = _rows_first(grads.q)
-            dk[call.keys] += _rows_first(grads.k)
-            dv[call.keys] += _rows_first(grads.v)
+            call_dq, call_dk, call_dv = map(_rows_first, grads)
+            dq[call.queries] = call_dq
+            dk[call.keys] += call_dk
+            dv[call.keys] += call_dv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -31,7 +31,7 @@ import torch
 
 from seqloom.attention.kernels.cpu import CpuFlash, Reference
 from seqloom.attention.kernels.cudnn import Cudnn
-from seqloom.attention.kernels.flash import FlashAttn2, FlashAttn3, Varlen, installed
+from seqloom.attention.kernels.flash import Varlen
 from seqloom.attention.kernels.interface import (
     AttentionShape,
     Capabilities,
@@ -86,23 +86,10 @@ def _ampere_missing(device: torch.device) -> str | None:
     return f"compute capability {major}.{minor}, not 8.0 or more" if major < 8 else None
 
 
-def _flash_attn_2_missing(device: torch.device) -> str | None:
-    return _ampere_missing(device) if installed("flash_attn_2") else "package flash_attn is not installed"
-
-
-def _flash_attn_3_missing(device: torch.device) -> str | None:
-    if not installed("flash_attn_3"):
-        return "package flash_attn_interface is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"compute capability {major}.{minor}, not 9.x" if major != 9 else None
-
-
 KERNELS = {
     "cudnn": KernelEntry(Cudnn, _cudnn_missing, min_length=256),
     "triton": KernelEntry(TritonSegments, _triton_missing),
     "varlen": KernelEntry(Varlen, _ampere_missing),
-    "flash_attn_3": KernelEntry(FlashAttn3, _flash_attn_3_missing),
-    "flash_attn_2": KernelEntry(FlashAttn2, _flash_attn_2_missing),
     "cpu_flash": KernelEntry(CpuFlash),
     "reference": KernelEntry(Reference),
 }
@@ -136,9 +123,7 @@ def available_kernels(device: torch.device) -> tuple[Kernel, ...]:
 def default_dispatcher(device: torch.device | str, table: Path | None = None) -> Dispatcher:
     """Return the dispatcher over all kernels that can run on a device; the same one every time.
 
-    Args:
-        device: where attention runs.
-        table: file of measured times; None: the one that `seqloom profile` writes, and those of the package.
+    `table` is a file of measured times; None: the one that `seqloom profile` writes, and those of the package.
     """
     return _default_dispatcher(torch.device(device), table)
 
@@ -427,7 +412,6 @@ class KernelTimes:
     full: tuple[TimePoint, ...]
 
     def __post_init__(self) -> None:
-        """Check that the curves can be interpolated."""
         for name, points in (("causal", self.causal), ("full", self.full)):
             lengths = [point.length for point in points]
             if not points or lengths != sorted(set(lengths)) or lengths[0] < 1:

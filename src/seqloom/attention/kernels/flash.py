@@ -1,18 +1,14 @@
-"""Flash attention over packed sequences: torch's own operator, and the flash-attn packages 2 and 3 where installed.
+"""Flash attention over packed sequences on a GPU: torch's own operator.
 
 The causal mask ends at the last query and the last key, so squares and pieces with their prefix go into one call for
 any number of documents. Unmasked segments under a causal rule go into a second call. Segments that do not lie one after
-the other are gathered. The packages (flash-attn 2.7, flash-attn 3.0) are called below their autograd functions, because
-a ring's backward needs the log-sum-exp of all keys, not of the keys of one call.
+the other are gathered. The operator is called below autograd, because a ring's backward needs the log-sum-exp of all
+keys, not of the keys of one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,106 +19,20 @@ from seqloom.attention.lse import sum_dtype
 from seqloom.attention.masks import Segments
 from seqloom.dist.rows import on_device
 
-PACKAGES = {"flash_attn_2": "flash_attn.flash_attn_interface", "flash_attn_3": "flash_attn_interface"}
-"""Kernel -> the module of its package."""
-
-
-Forward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, compat.VarlenArguments], tuple[torch.Tensor, torch.Tensor]
-]
-"""q, k, v and arguments -> (out, lse), see `compat.flash_forward`."""
-Backward = Callable[[torch.Tensor, Saved, compat.VarlenArguments], compat.Gradients]
-"""dout, saved tensors and arguments -> gradients of q, k, v."""
-
-
-class VarlenFunctions(NamedTuple):
-    """The two passes of a packed flash attention."""
-
-    forward: Forward
-    backward: Backward
-
-
-def _capabilities(name: str, *, tested: bool) -> Capabilities:
-    """Squares, pieces with their prefix, windows over both, and unmasked segments."""
-    dtypes = (torch.bfloat16, torch.float16)
-    return Capabilities(
-        name, ("cuda",), dtypes, max_dim=256, dim_multiple=8, offsets=False, prefixes=True, tested=tested
-    )
-
 
 class Varlen:
-    """Torch's packed flash attention on a GPU: half precision, head dims up to 256."""
+    """Torch's packed flash attention on a GPU: half precision, head dims up to 256.
 
-    capabilities = _capabilities("varlen", tested=True)
+    It takes squares, pieces with their prefix, windows over both, and unmasked segments.
+    """
+
+    capabilities = Capabilities(
+        "varlen", ("cuda",), (torch.bfloat16, torch.float16), max_dim=256, dim_multiple=8, offsets=False, prefixes=True
+    )
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:
         """Copy the cumulative lengths to the device."""
-        return PreparedVarlen(varlen_calls(segments, shape), shape, self.functions())
-
-    def functions(self) -> VarlenFunctions:
-        """Return torch's operator, or what a subclass calls instead."""
-        return VarlenFunctions(compat.flash_forward, compat.flash_backward)
-
-
-class FlashAttn2(Varlen):
-    """Flash attention of the package `flash_attn`."""
-
-    capabilities = _capabilities("flash_attn_2", tested=False)
-
-    def functions(self) -> VarlenFunctions:
-        """Import the package."""
-        module = import_module(PACKAGES["flash_attn_2"])
-
-        def forward(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: compat.VarlenArguments
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            *lengths, scale, causal, left, right = arguments
-            options = {"softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
-            run = module._flash_attn_varlen_forward
-            return run(q, k, v, *lengths, 0.0, scale, causal, left, right, **options)[:2]
-
-        def backward(dout: torch.Tensor, saved: Saved, arguments: compat.VarlenArguments) -> compat.Gradients:
-            *lengths, scale, causal, left, right = arguments
-            grads = _empty_gradients(saved)
-            options = {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
-            run = module._flash_attn_varlen_backward
-            run(dout, *saved, *grads, *lengths, 0.0, scale, causal, left, right, **options)
-            return grads
-
-        return VarlenFunctions(forward, backward)
-
-
-class FlashAttn3(Varlen):
-    """Flash attention of the package `flash_attn_interface`, for Hopper GPUs."""
-
-    capabilities = _capabilities("flash_attn_3", tested=False)
-
-    def functions(self) -> VarlenFunctions:
-        """Import the package. Its backward calls `causal` by another name."""
-        module = import_module(PACKAGES["flash_attn_3"])
-
-        def forward(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: compat.VarlenArguments
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return module._flash_attn_forward(q, k, v, **arguments._asdict())[:2]
-
-        def backward(dout: torch.Tensor, saved: Saved, arguments: compat.VarlenArguments) -> compat.Gradients:
-            grads, options = _empty_gradients(saved), arguments._asdict()
-            options["is_causal"] = options.pop("causal")
-            module._flash_attn_backward(dout, *saved, dq=grads.q, dk=grads.k, dv=grads.v, **options)
-            return grads
-
-        return VarlenFunctions(forward, backward)
-
-
-def _empty_gradients(saved: Saved) -> compat.Gradients:
-    """Buffers that the packages write into."""
-    return compat.Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3]))
-
-
-def installed(kernel: str) -> bool:
-    """Return whether the package of "flash_attn_2" or "flash_attn_3" is installed, without importing it."""
-    return find_spec(PACKAGES[kernel].partition(".")[0]) is not None
+        return PreparedVarlen(varlen_calls(segments, shape), shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +58,11 @@ class PreparedVarlen:
 
     calls: tuple[VarlenCall, ...]
     shape: AttentionShape
-    functions: VarlenFunctions
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse)."""
         if self._is_one_call(q, k):
-            return self.functions.forward(q, k, v, self.calls[0].arguments)
+            return compat.flash_forward(q, k, v, self.calls[0].arguments)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=sum_dtype(q.dtype), device=q.device)
         self.forward_into(q, k, v, out, lse)
@@ -165,7 +74,7 @@ class PreparedVarlen:
         """Write the rows of the calls, see `InPlaceAttention`."""
         for call in self.calls:
             inputs = q[call.queries], k[call.keys], v[call.keys]
-            call_out, call_lse = self.functions.forward(*inputs, call.arguments)
+            call_out, call_lse = compat.flash_forward(*inputs, call.arguments)
             out[call.queries] = call_out.to(out.dtype)
             lse[:, call.queries] = call_lse
 
@@ -190,11 +99,11 @@ class PreparedVarlen:
     def _is_one_call(self, q: torch.Tensor, k: torch.Tensor) -> bool:
         return len(self.calls) == 1 and self.calls[0].covers(len(q), len(k))
 
-    def _backward(self, call: VarlenCall, dout: torch.Tensor, saved: Saved) -> compat.Gradients:
+    def _backward(self, call: VarlenCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         # A ring hands over its merged output in float32; the operator wants one dtype, and lse without gaps.
         dtype = saved.q.dtype
         saved = saved._replace(out=saved.out.to(dtype), lse=saved.lse.contiguous())
-        return self.functions.backward(dout.to(dtype), saved, call.arguments)
+        return compat.flash_backward(dout.to(dtype), saved, call.arguments)
 
 
 def varlen_calls(segments: Segments, shape: AttentionShape) -> tuple[VarlenCall, ...]:

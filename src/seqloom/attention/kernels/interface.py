@@ -44,12 +44,10 @@ class Capabilities:
         devices: "cpu", "cuda".
         dtypes: of q, k, v.
         max_dim, dim_multiple: legal head widths.
-        gqa: takes fewer kv heads than heads without repeating them.
         windows: takes sliding windows. A window that hides nothing is none.
         offsets: takes any offset; otherwise only squares (offset 0, as many queries as keys) and unmasked segments.
         prefixes: where `offsets` is false, also takes segments that end on the diagonal (offset = keys - queries > 0).
         overwrites: also writes rows behind its segments, so it must run before the kernels that own these rows.
-        tested: this project's tests run it; otherwise it is written after its documentation only.
     """
 
     name: str
@@ -57,12 +55,10 @@ class Capabilities:
     dtypes: tuple[torch.dtype, ...]
     max_dim: int
     dim_multiple: int = 1
-    gqa: bool = True
     windows: bool = True
     offsets: bool = True
     prefixes: bool = False
     overwrites: bool = False
-    tested: bool = True
 
     def unsupported(self, segments: Segments, shape: AttentionShape) -> str | None:
         """Return why the kernel cannot run these segments (value, rule, legal values); None when it can."""
@@ -79,8 +75,6 @@ class Capabilities:
             return f"{self.name}: head dim {shape.dim}; it takes {multiple}at most {self.max_dim}"
         if shape.heads < 1 or shape.kv_heads < 1 or shape.heads % shape.kv_heads:
             return f"{self.name}: {shape.kv_heads} kv heads for {shape.heads} heads; kv heads must divide the heads"
-        if shape.heads != shape.kv_heads and not self.gqa:
-            return f"{self.name}: {shape.kv_heads} kv heads for {shape.heads} heads; it takes one kv head per head"
         return None
 
     def unsupported_segments(self, segments: Segments) -> str | None:

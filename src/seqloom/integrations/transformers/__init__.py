@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from seqloom.errors import import_extra
 
-from seqloom.errors import SeqloomError
+for package in ("torch", "transformers"):
+    import_extra("seqloom.integrations.transformers, which runs Hugging Face models,", "train,hf", package)
 
-try:
-    for package in ("torch", "transformers"):
-        import_module(package)
-except ImportError as error:
-    raise SeqloomError(
-        f"seqloom.integrations.transformers runs Hugging Face models and needs torch and transformers ({error}); "
-        "pip install 'seqloom[train,hf]'"
-    ) from None
-
-from seqloom.integrations.transformers.attach import Head, attach, head, hidden_states, inputs, model_adapter
-from seqloom.integrations.transformers.checks import REFUSALS, check
+from seqloom.integrations.transformers.attach import Head, attach, head, hidden_states, inputs, model_adapter  # noqa: E402
+from seqloom.integrations.transformers.checks import REFUSALS, check  # noqa: E402
 
 __all__ = ["REFUSALS", "Head", "attach", "check", "head", "hidden_states", "inputs", "model_adapter"]

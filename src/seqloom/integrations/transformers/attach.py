@@ -58,14 +58,9 @@ class Head(NamedTuple):
 def attach(model: Model) -> Model:
     """Make a causal model compute its attention with the engine, and return it.
 
-    The model is switched by name (`set_attn_implementation`); nothing in it is replaced, and switching to another name
-    undoes it. From now on every call needs a context: see `inputs`.
-
-    Args:
-        model: of transformers, or one that peft wraps.
-
-    Raises:
-        SeqloomError: what `check` refuses.
+    The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
+    replaced, and switching to another name undoes it. From now on every call needs a context: see `inputs`. What
+    `check` refuses is refused here.
     """
     check(model)
     AttentionInterface.register(NAME, attention_function)
@@ -108,11 +103,9 @@ def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict
 
 
 def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-    """Return the input of the model's head, [tokens, hidden]: the logits are this @ head(model).weight.T.
+    """Return the input of an attached model's head, [tokens, hidden]: the logits are this @ head(model).weight.T.
 
-    Args:
-        model: an attached model.
-        ids, positions, context: see `inputs`.
+    For ids, positions and context see `inputs`.
     """
     decoder = unwrap(model).get_decoder()
     return drop_padding(decoder(**inputs(ids, positions, context)).last_hidden_state.squeeze(0), context.tokens)
@@ -154,10 +147,10 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options = {"single_stage_reason": str(reason)}
     specs = attention_specs(layers)
     try:
-        plan = tensor_plan(model, causal, layers, specs)
+        regions, tp_axes, tp_divisors = tensor_plan(model, causal, layers, specs)
         check_positions(decoder, embedding, layers)
-        tp_layers(layers, plan.regions)
-        options |= {"tp_axes": plan.tp_axes, "tp_divisors": plan.tp_divisors, "no_tp_reason": ""}
+        tp_layers(layers, regions)
+        options |= {"tp_axes": tp_axes, "tp_divisors": tp_divisors, "no_tp_reason": ""}
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -50,13 +51,8 @@ REFUSALS: list[Refusal] = []
 def check(model: nn.Module) -> None:
     """Refuse a model that the engine would compute wrongly, or whose result would depend on the plan.
 
-    Dropout counts whether the model is in training mode or not, since it will be.
-
-    Args:
-        model: of transformers, or one that peft wraps.
-
-    Raises:
-        SeqloomError: every reason, where it was found, and the way out.
+    The error has every reason, where it was found, and the way out. Dropout counts whether the model, of transformers
+    or wrapped by peft, is in training mode or not, since it will be.
     """
     causal = unwrap(model)
     reasons = []
@@ -132,8 +128,7 @@ def _modalities(model: nn.Module, causal: Any) -> Iterator[str]:
 
 @_refuse("cross attention", "keys come from outside the packed tokens", "use a decoder-only model")
 def _cross_attention(model: nn.Module, causal: Any) -> Iterator[str]:
-    if getattr(_text_config(causal), "add_cross_attention", False):
-        yield "add_cross_attention = True"
+    yield from _set_keys(causal, "add_cross_attention")
     yield from (name for name, module in causal.named_modules() if "CrossAttention" in type(module).__name__)
 
 
@@ -143,11 +138,9 @@ def _cross_attention(model: nn.Module, causal: Any) -> Iterator[str]:
     "use a causal model, and leave use_bidirectional_attention off",
 )
 def _bidirectional(model: nn.Module, causal: Any) -> Iterator[str]:
-    config = _text_config(causal)
-    if getattr(config, "is_causal", True) is False:
+    if getattr(_text_config(causal), "is_causal", True) is False:
         yield "is_causal = False"
-    if getattr(config, "use_bidirectional_attention", None):
-        yield f"use_bidirectional_attention = {config.use_bidirectional_attention}"
+    yield from _set_keys(causal, "use_bidirectional_attention")
     yield from (name for name, module in causal.named_modules() if getattr(module, "is_causal", True) is False)
 
 
@@ -181,9 +174,8 @@ def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
     "use a model without it, for example one with QK norm",
 )
 def _softcap(model: nn.Module, causal: Any) -> Iterator[str]:
-    for key, value in vars(_text_config(causal)).items():
-        if "softcap" in key and ATTENTION.search(key) and value:
-            yield f"{key} = {value}"
+    keys = vars(_text_config(causal))
+    yield from _set_keys(causal, *(key for key in keys if "softcap" in key and ATTENTION.search(key)))
 
 
 @_refuse("attention sinks", "no kernel here has them", "use a model without them")
@@ -231,24 +223,26 @@ def _dynamic_rope(model: nn.Module, causal: Any) -> Iterator[str]:
 
 # Randomness, adapters and losses that would depend on the plan.
 
-_BY_PLAN = "which elements are dropped would depend on the plan"
-_SET_ZERO = "load with this key of the config set to 0.0"
+
+def _dropouts_of(kind: str, model: nn.Module, causal: Any) -> Iterator[str]:
+    """Yield the dropouts of one kind above 0 in modules, after the keys of the config that set them."""
+    configs = getattr(model, "peft_config", {}).values() if kind == "adapter" else (_text_config(causal),)
+    modules = [(name, module.p) for name, module in model.named_modules() if isinstance(module, _DropoutNd)]
+    numbers = [*modules, *_numbers(model, "dropout"), *_numbers(model, "layerdrop")]
+    places = [f"{where} = {value}" for where, value in numbers if value and _dropout_kind(where) == kind]
+    for key, value in (item for config in configs for item in vars(config).items()) if places else ():
+        if "drop" in key and type(value) in (int, float) and value and _dropout_kind(key) == kind:
+            yield f"{key} = {value} in the config"
+    yield from places
 
 
-@_refuse("attention dropout", _BY_PLAN, _SET_ZERO)
-def _attention_dropout(model: nn.Module, causal: Any) -> Iterator[str]:
-    yield from _dropouts_of("attention", model, vars(_text_config(causal)))
-
-
-@_refuse("dropout", _BY_PLAN, _SET_ZERO)
-def _other_dropout(model: nn.Module, causal: Any) -> Iterator[str]:
-    yield from _dropouts_of("other", model, vars(_text_config(causal)))
-
-
-@_refuse("LoRA dropout", _BY_PLAN, "use LoraConfig(lora_dropout=0.0)")
-def _lora_dropout(model: nn.Module, causal: Any) -> Iterator[str]:
-    configs = getattr(model, "peft_config", {}).values()
-    yield from _dropouts_of("adapter", model, {key: value for each in configs for key, value in vars(each).items()})
+for name, kind, way_out in (
+    ("attention dropout", "attention", "load with this key of the config set to 0.0"),
+    ("dropout", "other", "load with this key of the config set to 0.0"),
+    ("LoRA dropout", "adapter", "use LoraConfig(lora_dropout=0.0)"),
+):
+    why = "which elements are dropped would depend on the plan"
+    REFUSALS.append(Refusal(name, why, way_out, partial(_dropouts_of, kind)))
 
 
 @_refuse("virtual tokens", "prompt and prefix tuning add tokens that no document has", "use LoRA")
@@ -269,12 +263,8 @@ def _router_noise(model: nn.Module, causal: Any) -> Iterator[str]:
     "load with router_aux_loss_coef=0.0 and output_router_logits=False",
 )
 def _router_loss(model: nn.Module, causal: Any) -> Iterator[str]:
-    config = _text_config(causal)
-    if not any(getattr(config, key, None) for key in EXPERTS):
-        return
-    for key in (*ROUTER_LOSSES, "output_router_logits"):
-        if getattr(config, key, None):
-            yield f"{key} = {getattr(config, key)}"
+    if any(_set_keys(causal, *EXPERTS)):
+        yield from _set_keys(causal, *ROUTER_LOSSES, "output_router_logits")
 
 
 @_refuse(
@@ -284,7 +274,7 @@ def _router_loss(model: nn.Module, causal: Any) -> Iterator[str]:
 )
 def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
     config, head = _text_config(causal), causal.get_output_embeddings()
-    yield from (f"{key} = {getattr(config, key)}" for key in CAPS if getattr(config, key, None))
+    yield from _set_keys(causal, *CAPS)
     yield from (f"{key} = {getattr(config, key)}" for key in SCALES if getattr(config, key, None) not in (None, 1))
     if head is None:
         return
@@ -310,19 +300,13 @@ def _text_config(causal: Any) -> Any:
     return causal.config.get_text_config(decoder=True)
 
 
+def _set_keys(causal: Any, *keys: str) -> Iterator[str]:
+    config = _text_config(causal)
+    return (f"{key} = {getattr(config, key)}" for key in keys if getattr(config, key, None))
+
+
 def _layer_types(causal: Any) -> list[str]:
     return getattr(_text_config(causal), "layer_types", None) or []
-
-
-def _dropouts_of(kind: str, model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the dropouts of one kind above 0 in modules, after the keys of the config that set them."""
-    modules = [(name, module.p) for name, module in model.named_modules() if isinstance(module, _DropoutNd)]
-    numbers = [*modules, *_numbers(model, "dropout"), *_numbers(model, "layerdrop")]
-    places = [f"{where} = {value}" for where, value in numbers if value and _dropout_kind(where) == kind]
-    for key, value in config.items() if places else ():
-        if "drop" in key and type(value) in (int, float) and value and _dropout_kind(key) == kind:
-            yield f"{key} = {value} in the config"
-    yield from places
 
 
 def _dropout_kind(where: str) -> str:

@@ -93,16 +93,7 @@ def drop_padding(rows: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> DecoderParts:
-    """Trace a decoder and return its parts.
-
-    Args:
-        decoder: an attached model without its head.
-        embedding: of tokens.
-        layers: all of them, in order.
-
-    Raises:
-        StageSplitError: it does more than its parts do.
-    """
+    """Trace an attached model without its head and return its parts; StageSplitError if it does more than they do."""
     values = _trace_values(embedding, 1)
     calls, result = _trace(decoder, layers, embedding, values)
     indices = [index for index, call in enumerate(calls) if call.module in layers]
@@ -117,7 +108,8 @@ def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.
         raise StageSplitError(f"its embedding is called {len(embedded)} times before the first layer")
     _check_stream([*embedded, *middle, *after], result)
     values = values._replace(hidden=embedded[0].result)
-    tables = [call for call in before if call.module is not embedding and _is_argument(call.result, middle)]
+    given = {id(value) for call in middle for value in call.arguments}
+    tables = [call for call in before if call.module is not embedding and id(call.result) in given]
     table_calls = tuple(_child_call(call, values) for call in tables)
     values = values._replace(tables=tuple(call.result for call in tables))
     layer_calls = []
@@ -130,10 +122,7 @@ def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.
 def check_positions(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Refuse a decoder in which positions reach anything but tables: a TP group's tables are of other tokens.
 
-    Traces it with three positions for two tokens. Arguments as in `split_decoder`.
-
-    Raises:
-        StageSplitError: hidden states depend on positions, or the decoder cannot be traced.
+    Traces it with three positions for two tokens; StageSplitError also if it cannot be traced.
     """
     calls, result = _trace(decoder, layers, embedding, _trace_values(embedding, 3), tokens=2)
     inputs = [_like_first_tensor(call.arguments) for call in calls if call.module in layers]
@@ -243,10 +232,6 @@ def _check_stream(calls: list[_TracedCall], result: Any) -> None:
     changed = next((name for name, call in zip(names, calls, strict=True) if call.result._version), None)
     if changed is not None:
         raise StageSplitError(f"what {changed} returned is changed in place before it is used")
-
-
-def _is_argument(value: Any, calls: list[_TracedCall]) -> bool:
-    return any(argument is value for call in calls for argument in call.arguments)
 
 
 def _child_call(call: _TracedCall, values: CallValues) -> ChildCall:

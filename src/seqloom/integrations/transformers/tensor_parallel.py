@@ -36,27 +36,13 @@ class Region(NamedTuple):
     rowwise: tuple[str, ...]  # those whose columns are cut: the group sums what they return
 
 
-class TensorPlan(NamedTuple):
-    """How a TP group cuts a model."""
-
-    regions: tuple[tuple[Region, ...], ...]  # of every layer
-    tp_axes: dict[str, int]  # name of a parameter in the model -> axis
-    tp_divisors: dict[str, int]  # what a tensor degree must divide -> how many there are
-
-
 def tensor_plan(
     model: nn.Module, causal: Any, layers: Sequence[nn.Module], specs: Sequence[AttentionSpec]
-) -> TensorPlan:
-    """Read the plan of a model.
+) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int], dict[str, int]]:
+    """Read the plan of a model; `NoTensorParallel` where it has none, or one that cannot be followed here.
 
-    Args:
-        model: has the parameters under the names that checkpoints use.
-        causal: the model of transformers in it.
-        layers: all of them, in order.
-        specs: the attention calls of the layers.
-
-    Raises:
-        NoTensorParallel: it has no plan, or one that cannot be followed here.
+    Returns the regions of every layer, the axis of every parameter that is cut by its name in `model`, and the numbers
+    that a tensor degree must divide. `causal` is the model of transformers in `model`.
     """
     names = {module: name for name, module in causal.named_modules()}
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
@@ -68,16 +54,19 @@ def tensor_plan(
         axes = {}
         for path, module in layer.named_modules():
             style = plan.get(_pattern(f"{names[layer]}.{path}")) if path else None
-            if style in AXES:
-                _check_linear(path, module)
-                axes[path] = AXES[style]
+            if style not in AXES:
+                continue
+            if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():  # an adapter, or quantised
+                kind = f"{type(module).__module__}.{type(module).__name__}"
+                raise NoTensorParallel(f"{path} is a {kind}, and only plain linear layers are cut")
+            axes[path] = AXES[style]
         regions.append(tuple(_regions(axes)))
         _check_unlisted(layer, regions[-1], plan, names[layer], {spec.dim for spec in specs})
         for path, axis in axes.items():
             for name, parameter in layer.get_submodule(path).named_parameters():
                 if name == "weight" or axis == ROWS:  # a bias that is added to a sum is whole
                     tp_axes[parameter_names[parameter]] = axis
-    return TensorPlan(tuple(regions), tp_axes, _divisors(layers, regions, specs))
+    return tuple(regions), tp_axes, _divisors(layers, regions, specs)
 
 
 def _pattern(name: str) -> str:
@@ -93,14 +82,6 @@ def _check_styles(plan: dict[str, str]) -> None:
             raise NoTensorParallel(
                 f"its tensor-parallel plan says {style!r} of {key}; followed are {', '.join(AXES)} only"
             )
-
-
-def _check_linear(path: str, module: nn.Module) -> None:
-    """Refuse adapters and quantised weights."""
-    if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
-        raise NoTensorParallel(
-            f"{path} is a {type(module).__module__}.{type(module).__name__}, and only plain linear layers are cut"
-        )
 
 
 def _regions(axes: dict[str, int]) -> Iterator[Region]:

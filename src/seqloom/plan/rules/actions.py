@@ -6,7 +6,7 @@ rules work on an `ActionTable`, so a schedule is held to the same rules before i
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 UNSHARD, RESHARD, REDUCE = ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE
 SEND_F, RECV_F = ActionKind.SEND_F, ActionKind.RECV_F
 SEND_B, RECV_B = ActionKind.SEND_B, ActionKind.RECV_B
-_SENDS = {SEND_F: (1, RECV_F), SEND_B: (-1, RECV_B)}
-_RECEIVES = {RECV_F: (-1, SEND_F), RECV_B: (1, SEND_B)}
+_PEERS = {SEND_F: (1, RECV_F), SEND_B: (-1, RECV_B), RECV_F: (-1, SEND_F), RECV_B: (1, SEND_B)}
 
 Row = tuple[Action, ...]
 
@@ -176,11 +175,8 @@ def check_order(table: ActionTable) -> None:
             must = "rounds are totally ordered, forwards run in that order"
             raise violation("order", value, must, "sort them", (stage.pp_rank, at[F, wrong]))
         for r in rounds:
-            if (B, r) in at:
-                stage.check_before(at[F, r], at[B, r], "a round's F comes before its B")
-            else:
-                stage.check_before(at[F, r], at[I, r], "a round's F comes before its I")
-                stage.check_before(at[I, r], at[W, r], "a round's I comes before its W")
+            for first, second in [(F, B)] if (B, r) in at else [(F, I), (I, W)]:
+                stage.check_before(at[first, r], at[second, r], f"a round's {first} comes before its {second}")
         for early, late in table.piece_pairs:
             must = "all pieces of one document go forward before the first of them goes backward"
             stage.check_before(at[F, late], stage.input_backward(early), must)
@@ -210,59 +206,43 @@ def _piece_pairs(plan: Plan, pipeline: Pipeline) -> set[tuple[int, int]]:
 def reduce(plan: Plan) -> None:
     """Gradients are reduced after the backward: of every round, or of the last, as the plan says."""
     per_round = plan.reduce == Reduce.ROUND
-    for current in tables(plan):
-        rounds = range(current.rounds)
+    needed = "one REDUCE per round of" if per_round else "one REDUCE at the end of"
+    for stage in (stage for current in tables(plan) for stage in current.by_stage()):
+        rounds, s = range(stage.table.rounds), stage.stage
         wanted: set[int | None] = {*rounds} if per_round else {None}
-        for stage in current.by_stage():
-            found = {number for kind, number in stage.at if kind == REDUCE}
-            if found != wanted:
-                raise _wrong_reduces(stage, found, wanted)
-            for r in rounds:
-                backward = stage.at[(B, r) if (B, r) in stage.at else (W, r)]
-                after = stage.at[REDUCE, r if per_round else None]
-                must = "gradients are reduced after the backward that makes them"
-                stage.check_before(backward, after, must, "reduce")
-
-
-def _wrong_reduces(stage: StageActions, found: set[int | None], wanted: set[int | None]) -> PlanError:
-    names = [str(Action(stage.stage, REDUCE, number)) for number in found]
-    value = f"{stage.here} has {' '.join(sorted(names)) or f'no REDUCE for stage {stage.stage}'}"
-    must = f"reduce 'round' needs one REDUCE per round of stage {stage.stage}"
-    if wanted == {None}:
-        must = f"reduce 'step' needs one REDUCE at the end of stage {stage.stage}"
-    nearest = min(wanted ^ found, key=lambda number: -1 if number is None else number)
-    verb = "add" if nearest in wanted else "remove"
-    return violation("reduce", value, must, f"{verb} {Action(stage.stage, REDUCE, nearest)}")
+        found = {number for kind, number in stage.at if kind == REDUCE}
+        if found != wanted:
+            names = sorted(str(Action(s, REDUCE, number)) for number in found)
+            value = f"{stage.here} has {' '.join(names) or f'no REDUCE for stage {s}'}"
+            nearest = min(wanted ^ found, key=lambda number: -1 if number is None else number)
+            way_out = f"{'add' if nearest in wanted else 'remove'} {Action(s, REDUCE, nearest)}"
+            raise violation("reduce", value, f"reduce '{plan.reduce}' needs {needed} stage {s}", way_out)
+        for r in rounds:
+            backward = stage.at[(B, r) if (B, r) in stage.at else (W, r)]
+            after = stage.at[REDUCE, r if per_round else None]
+            stage.check_before(backward, after, "gradients are reduced after the backward that makes them", "reduce")
 
 
 def shards(plan: Plan) -> None:
     """UNSHARD and RESHARD, where a stage has them, alternate, and all its computation lies between."""
-    for current in tables(plan):
-        for stage in current.by_stage():
-            _check_unsharded(stage)
-
-
-def _check_unsharded(stage: StageActions) -> None:
-    own = [(k, action) for k, action in enumerate(stage.row) if action.stage == stage.stage]
-    if not any(action.kind in (UNSHARD, RESHARD) for _, action in own):
-        return
-    unsharded = False
-    for k, action in own:
-        wrong = action.kind == UNSHARD if unsharded else action.kind in (F, B, I, W, RESHARD)
-        if wrong:
-            state = "gathered" if unsharded else "not gathered"
-            value = f"{stage.here} has {action} (action {k}) while parameters are {state}"
-            must = "UNSHARD and RESHARD of a stage alternate, and its computation lies between them"
-            way_out = f"put {Action(stage.stage, RESHARD if unsharded else UNSHARD)} before it"
-            raise violation("shards", value, must, way_out, (stage.pp_rank, k))
-        if action.kind in (UNSHARD, RESHARD):
-            unsharded = action.kind == UNSHARD
+    for stage in (stage for current in tables(plan) for stage in current.by_stage()):
+        own = [(k, action) for k, action in enumerate(stage.row) if action.stage == stage.stage]
+        unsharded = not any(action.kind in (UNSHARD, RESHARD) for _, action in own)  # for good, without either
+        for k, action in own:
+            if action.kind == UNSHARD if unsharded else action.kind in (F, B, I, W, RESHARD):
+                state = "gathered" if unsharded else "not gathered"
+                value = f"{stage.here} has {action} (action {k}) while parameters are {state}"
+                must = "UNSHARD and RESHARD of a stage alternate, and its computation lies between them"
+                way_out = f"put {Action(stage.stage, RESHARD if unsharded else UNSHARD)} before it"
+                raise violation("shards", value, must, way_out, (stage.pp_rank, k))
+            if action.kind in (UNSHARD, RESHARD):
+                unsharded = action.kind == UNSHARD
 
 
 def other_side(action: Action) -> Action | None:
     """Return the RECV of a SEND and the SEND of a RECV; None for other actions."""
-    step = _SENDS.get(action.kind) or _RECEIVES.get(action.kind)
-    return None if step is None else Action(action.stage + step[0], step[1], action.round)
+    step, kind = _PEERS.get(action.kind, (0, None))
+    return None if kind is None else Action(action.stage + step, kind, action.round)
 
 
 def messages(plan: Plan) -> None:
@@ -305,18 +285,15 @@ def _check_peers(stage: StageActions) -> None:
 
 def _check_message_order(table: ActionTable) -> None:
     """Compare what is sent with what is received, by kind and pair of pipeline ranks."""
-    sent: dict[tuple[ActionKind, int, int], list[Action]] = {}
-    received: dict[tuple[ActionKind, int, int], list[Action]] = {}
+    sent: dict[tuple[ActionKind, int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[ActionKind, int, int], list[Action]] = defaultdict(list)
     for pp_rank, row in enumerate(table.rows):
         for action in row:
             peer = other_side(action)
-            if peer is None:
-                continue
-            other = table.pp_ranks[peer.stage]
-            if action.kind in _SENDS:
-                sent.setdefault((action.kind, pp_rank, other), []).append(action)
-            else:
-                received.setdefault((peer.kind, other, pp_rank), []).append(peer)
+            if peer is not None and action.kind in (SEND_F, SEND_B):
+                sent[action.kind, pp_rank, table.pp_ranks[peer.stage]].append(action)
+            elif peer is not None:
+                received[peer.kind, table.pp_ranks[peer.stage], pp_rank].append(peer)
     for (kind, sender, receiver), actions in sent.items():
         for first, second in zip(actions, received[kind, sender, receiver], strict=True):
             if first != second:
@@ -336,16 +313,13 @@ def deadlock(plan: Plan) -> None:
 
 def send_of(action: Action) -> Action | None:
     """Return the SEND that a RECV waits for."""
-    return other_side(action) if action.kind in _RECEIVES else None
+    return other_side(action) if action.kind in (RECV_F, RECV_B) else None
 
 
 def check_ends(table: ActionTable, awaits: Callable[[Action], Action | None], rule: str) -> None:
     """Check the rule "deadlock" of one table: its rows together have an order that ends.
 
-    Args:
-        table: holds every action that another one awaits.
-        awaits: the action of another row that an action waits for, if any.
-        rule: the same in words.
+    `awaits` returns the action of the table that an action waits for, if any; `rule` says the same in words.
     """
     rows, at = table.rows, [0] * len(table.rows)
     done: set[Action | None] = {None}

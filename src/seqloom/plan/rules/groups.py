@@ -32,7 +32,7 @@ from seqloom.layout.layout import Column
 from seqloom.layout.route import Route
 from seqloom.plan.pipeline import Stage
 from seqloom.plan.round import Group, Method
-from seqloom.plan.rules.structure import place, stage_batches, whole_numbers
+from seqloom.plan.rules.structure import place, stage_batches, stage_groups, whole_numbers
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -122,15 +122,14 @@ def group_order(plan: Plan) -> None:
 
 def methods(plan: Plan) -> None:
     """Keys and values are gathered only in groups with a ring."""
-    for where, _, share in stage_batches(plan):
-        for g, group in enumerate(share.groups):
-            if group.method not in _METHODS:
-                value = f"{place(where)} group {g} has method {group.method!r}"
-                raise violation("methods", value, "it is one of a fixed list", f"choose among {', '.join(Method)}")
-            if group.method == Method.GATHER and group.ring == 1:
-                value = f"{place(where)} group {g} has method {group.method} with ring 1"
-                must = "keys and values are gathered over a ring, which has at least two indices"
-                raise violation("methods", value, must, f"use method {Method.RING}, or ring 2 or more")
+    for where, _, group in stage_groups(plan):
+        if group.method not in _METHODS:
+            value = f"{place(where)} has method {group.method!r}"
+            raise violation("methods", value, "it is one of a fixed list", f"choose among {', '.join(Method)}")
+        if group.method == Method.GATHER and group.ring == 1:
+            value = f"{place(where)} has method {group.method} with ring 1"
+            must = "keys and values are gathered over a ring, which has at least two indices"
+            raise violation("methods", value, must, f"use method {Method.RING}, or ring 2 or more")
 
 
 def routes(plan: Plan) -> None:
@@ -146,7 +145,7 @@ def routes(plan: Plan) -> None:
         home = home or {rank: number for number, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
         awake = {home[rank] for group in share.groups for rank in group.ranks}
         for g, group, route in routed:
-            here = f"{place(where)} group {g}"
+            here = place((*where, g))
             _check_numbers(here, route, stage)
             _check_nodes(here, group, route, plan.limits.node_size)
             asleep = [rank for rank in route.proxies if home[rank] not in awake]
@@ -196,7 +195,7 @@ def pairs(plan: Plan) -> None:
     property of ring and method alone. And the queries of a document's pieces are disjoint, with all keys up to their
     own position, s (s + 1) / 2 pairs in all.
     """
-    for ring, method in {(group.ring, group.method) for _, _, share in stage_batches(plan) for group in share.groups}:
+    for ring, method in {(group.ring, group.method) for _, _, group in stage_groups(plan)}:
         wrong = wrong_chunks(ring, method)
         if wrong is not None:
             value = f"ring {ring} with method {method} computes query chunk {wrong[0]} x key chunk {wrong[1]}"

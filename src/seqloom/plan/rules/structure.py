@@ -10,7 +10,7 @@ import numpy as np
 from seqloom.errors import violation
 from seqloom.plan.limits import Reduce, Sharding
 from seqloom.plan.pipeline import Stage
-from seqloom.plan.round import Checkpoint, StageMicroBatch
+from seqloom.plan.round import Checkpoint, Group, StageMicroBatch
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -28,9 +28,16 @@ def stage_batches(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, Sta
                 yield (p, r, s), pipeline.stages[s], share
 
 
-def place(where: tuple[int, int, int]) -> str:
-    """Name a pipeline, round and stage in a message."""
-    return f"pipeline {where[0]} round {where[1]} stage {where[2]}"
+def stage_groups(plan: Plan) -> Iterator[tuple[tuple[int, int, int, int], Stage, Group]]:
+    """Yield ((pipeline, round, stage, group), its Stage, its Group) of the whole plan."""
+    for (p, r, s), stage, share in stage_batches(plan):
+        for g, group in enumerate(share.groups):
+            yield (p, r, s, g), stage, group
+
+
+def place(where: tuple[int, ...]) -> str:
+    """Name a pipeline, round and stage, or a group of them, in a message."""
+    return " ".join(map("{} {}".format, ("pipeline", "round", "stage", "group"), where))
 
 
 def whole_numbers(values: object) -> bool:
@@ -54,15 +61,14 @@ def documents(plan: Plan) -> None:
 def limits(plan: Plan) -> None:
     """The limits make sense by themselves."""
     own = plan.limits
-    numbers = {name: getattr(own, name) for name in ("ranks", "node_size", "heads", "pad_multiple")}
-    for name, value in {**numbers, "communicators": own.communicators}.items():
-        least = 0 if name == "communicators" else 1
+    for name in ("ranks", "node_size", "heads", "pad_multiple", "communicators"):
+        value, least = getattr(own, name), int(name != "communicators")
         if not whole_numbers([value]) or value < least:
             must = f"a whole number of at least {least}"
             raise violation("limits", f"{name} is {value!r}", must, f"use {least} or more")
     if own.ranks > MAX_RANKS:
-        value = f"{own.ranks} ranks"
-        raise violation("limits", value, f"a plan has at most {MAX_RANKS} ranks", f"use {MAX_RANKS} or fewer")
+        must = f"a plan has at most {MAX_RANKS} ranks"
+        raise violation("limits", f"{own.ranks} ranks", must, f"use {MAX_RANKS} or fewer")
     if own.ranks % own.node_size:
         nearest = max(1, round(own.ranks / own.node_size)) * own.node_size
         value = f"{own.ranks} ranks in nodes of {own.node_size}"
@@ -142,9 +148,8 @@ def work(plan: Plan) -> None:
         for r, current in enumerate(pipeline.rounds):
             if len(current.by_stage) != len(pipeline.stages):
                 value = f"pipeline {p} round {r} has {len(current.by_stage)} shares for {len(pipeline.stages)} stages"
-                raise violation(
-                    "work", value, "a round has one StageMicroBatch per stage", f"give {len(pipeline.stages)}"
-                )
+                must = "a round has one StageMicroBatch per stage"
+                raise violation("work", value, must, f"give {len(pipeline.stages)}")
     for where, _, share in stage_batches(plan):
         if not share.groups or not all(group.spans for group in share.groups):
             what = "no groups" if not share.groups else "a group without documents"
@@ -154,29 +159,23 @@ def work(plan: Plan) -> None:
 def group_ranks(plan: Plan) -> None:
     """A group's ranks are distinct ranks of its stage."""
     sets = [[frozenset(stage.ranks) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    for where, stage, share in stage_batches(plan):
-        allowed = sets[where[0]][where[2]]
-        for g, group in enumerate(share.groups):
-            used = set(group.ranks)
-            if used <= allowed and len(used) == len(group.ranks) and used and whole_numbers(used):
-                continue
+    for where, stage, group in stage_groups(plan):
+        allowed, used = sets[where[0]][where[2]], set(group.ranks)
+        if not (used <= allowed and len(used) == len(group.ranks) and used and whole_numbers(used)):
             foreign = sorted(used - allowed)
             what = f"rank {foreign[0]}, which is not in the stage" if foreign else f"ranks {list(group.ranks)}"
             must = "the ranks of a group are distinct ranks of its stage"
             way_out = f"use ranks among {stage.ranks[0]} to {stage.ranks[-1]}, each once"
-            raise violation("group-ranks", f"{place(where)} group {g} has {what}", must, way_out)
+            raise violation("group-ranks", f"{place(where)} has {what}", must, way_out)
 
 
 def group_shape(plan: Plan) -> None:
     """The ranks of a group form ulysses x ring."""
-    for where, _, share in stage_batches(plan):
-        for g, group in enumerate(share.groups):
-            degree = len(group.ranks)
-            shape = group.ulysses, group.ring
-            if group.ulysses * group.ring == degree and group.ulysses >= 1 and whole_numbers(shape):
-                continue
-            nearest = min(_divisors(degree), key=lambda size: (abs(size - group.ulysses), size))
-            value = f"{place(where)} group {g} has ulysses {group.ulysses} x ring {group.ring} on {degree} ranks"
+    for where, _, group in stage_groups(plan):
+        ulysses, ring, degree = group.ulysses, group.ring, len(group.ranks)
+        if ulysses * ring != degree or ulysses < 1 or not whole_numbers((ulysses, ring)):
+            nearest = min(_divisors(degree), key=lambda size: (abs(size - ulysses), size))
+            value = f"{place(where)} has ulysses {ulysses} x ring {ring} on {degree} ranks"
             way_out = f"use ulysses {nearest} x ring {degree // nearest}"
             raise violation("group-shape", value, "ulysses x ring is the number of ranks", way_out)
 
@@ -184,28 +183,23 @@ def group_shape(plan: Plan) -> None:
 def heads(plan: Plan) -> None:
     """Every Ulysses rank has at least one query head."""
     most = plan.limits.heads
-    for where, _, share in stage_batches(plan):
-        for g, group in enumerate(share.groups):
-            if group.ulysses > most:
-                nearest = max(size for size in range(1, most + 1) if len(group.ranks) % size == 0)
-                value = f"{place(where)} group {g} has ulysses {group.ulysses} for {most} heads"
-                way_out = f"use ulysses {nearest} x ring {len(group.ranks) // nearest}"
-                raise violation("heads", value, "every Ulysses rank needs a query head", way_out)
+    for where, _, group in stage_groups(plan):
+        if group.ulysses > most:
+            nearest = max(size for size in range(1, most + 1) if len(group.ranks) % size == 0)
+            value = f"{place(where)} has ulysses {group.ulysses} for {most} heads"
+            way_out = f"use ulysses {nearest} x ring {len(group.ranks) // nearest}"
+            raise violation("heads", value, "every Ulysses rank needs a query head", way_out)
 
 
 def family(plan: Plan) -> None:
     """The Ulysses blocks of every group are members of the group family."""
     known = plan.limits.family
-    for where, _, share in stage_batches(plan):
-        for g, group in enumerate(share.groups):
-            size = group.ulysses
-            if size == 1:
-                continue
-            for block in group.ulysses_groups():
-                if known.contains(block[0], size) and block == tuple(range(block[0], block[0] + size)):
-                    continue
+    for where, _, group in stage_groups(plan):
+        size = group.ulysses
+        for block in group.ulysses_groups() if size > 1 else ():
+            if not known.contains(block[0], size) or block != tuple(range(block[0], block[0] + size)):
                 nearest = known.nearest(min(block), size)
-                value = f"{place(where)} group {g} has the Ulysses block {list(block)}"
+                value = f"{place(where)} has the Ulysses block {list(block)}"
                 must = "Ulysses blocks are aligned contiguous blocks of the group family"
                 way_out = f"use ranks {nearest.start} to {nearest.stop - 1} in order"
                 raise violation("family", value, must, way_out)
@@ -221,8 +215,13 @@ def tensor(plan: Plan) -> None:
         for s, stage in enumerate(pipeline.stages):
             _check_degree(f"pipeline {p} stage {s} has tensor degree {stage.tensor}", stage, plan.limits.heads)
     for where, stage, share in stage_batches(plan):
+        if stage.tensor > 1 and share.linear is not None:
+            must = f"the {stage.tensor} ranks of a TP group compute linear layers together, on their attention tokens"
+            way_out = "leave the linear layout out, or use tensor degree 1"
+            raise violation("tensor", f"{place(where)} has a linear layout", must, way_out)
+    for where, stage, group in stage_groups(plan):
         if stage.tensor > 1:
-            _check_tp_groups(place(where), stage, share)
+            _check_tp_groups(place(where), stage, group)
 
 
 def _check_degree(value: str, stage: Stage, heads: int) -> None:
@@ -233,26 +232,20 @@ def _check_degree(value: str, stage: Stage, heads: int) -> None:
             raise violation("tensor", f"{value} {on} {count} {what}", "it divides them", f"use {nearest}")
 
 
-def _check_tp_groups(where: str, stage: Stage, share: StageMicroBatch) -> None:
+def _check_tp_groups(name: str, stage: Stage, group: Group) -> None:
     degree, tp_groups = stage.tensor, _tp_groups(stage.ranks, stage.tensor)
-    if share.linear is not None:
-        must = f"the {degree} ranks of a TP group compute linear layers together, on the tokens they have in attention"
-        way_out = "leave the linear layout out, or use tensor degree 1"
-        raise violation("tensor", f"{where} has a linear layout", must, way_out)
-    for g, group in enumerate(share.groups):
-        name = f"{where} group {g}"
-        if group.ulysses % degree:
-            value = f"{name} has ulysses {group.ulysses}, tensor degree {degree}"
-            must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
-            raise violation("tensor", value, must, f"use ulysses {-(-group.ulysses // degree) * degree}")
-        strange = [part for part in _tp_groups(group.ranks, degree) if part not in tp_groups]
-        if strange:
-            must = f"tensor ranks are the stage's ranks cut every {degree}"
-            nearest = next(part for part in tp_groups if strange[0][0] in part)
-            raise violation("tensor", f"{name} has {list(strange[0])} as tensor ranks", must, f"use {list(nearest)}")
-        if group.route is not None:
-            must = f"keys of each of the {degree} slices of the weights go from rank to rank"
-            raise violation("tensor", f"{name} has a route", must, "leave the route out, or use tensor degree 1")
+    if group.ulysses % degree:
+        value = f"{name} has ulysses {group.ulysses}, tensor degree {degree}"
+        must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
+        raise violation("tensor", value, must, f"use ulysses {-(-group.ulysses // degree) * degree}")
+    strange = [part for part in _tp_groups(group.ranks, degree) if part not in tp_groups]
+    if strange:
+        must = f"tensor ranks are the stage's ranks cut every {degree}"
+        nearest = next(part for part in tp_groups if strange[0][0] in part)
+        raise violation("tensor", f"{name} has {list(strange[0])} as tensor ranks", must, f"use {list(nearest)}")
+    if group.route is not None:
+        must = f"keys of each of the {degree} slices of the weights go from rank to rank"
+        raise violation("tensor", f"{name} has a route", must, "leave the route out, or use tensor degree 1")
 
 
 def _tp_groups(ranks: tuple[int, ...], size: int) -> dict[tuple[int, ...], None]:

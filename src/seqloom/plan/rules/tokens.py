@@ -12,7 +12,7 @@ from seqloom.errors import violation
 from seqloom.layout.layout import Layout, merge_touching
 from seqloom.layout.move import move_between
 from seqloom.plan.round import Method, StageMicroBatch
-from seqloom.plan.rules.structure import place, stage_batches, whole_numbers
+from seqloom.plan.rules.structure import place, stage_batches, stage_groups, whole_numbers
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -21,20 +21,19 @@ if TYPE_CHECKING:
 def spans(plan: Plan) -> None:
     """Every span lies inside a document of the plan."""
     lengths, count = plan.documents, len(plan.documents)
-    for where, _, share in stage_batches(plan):
-        for group in share.groups:
-            if not whole_numbers(chain.from_iterable(group.spans)):
-                value = f"{place(where)} has spans that are not whole numbers"
-                raise violation("spans", value, "a span is (document, start, stop)", "use integers")
-            for document, start, stop in group.spans:
-                if not 0 <= document < count:
-                    value = f"{place(where)} works on document {document}"
-                    raise violation("spans", value, f"there are {count} documents", f"use 0 to {count - 1}")
-                if not 0 <= start < stop <= lengths[document]:
-                    value = f"{place(where)} works on document {document} [{start}:{stop})"
-                    must = f"a span is not empty and inside its document of {lengths[document]} tokens"
-                    low = min(max(start, 0), lengths[document] - 1)
-                    raise violation("spans", value, must, f"use [{low}:{min(max(stop, low + 1), lengths[document])})")
+    for where, _, group in stage_groups(plan):
+        if not whole_numbers(chain.from_iterable(group.spans)):
+            value = f"{place(where)} has spans that are not whole numbers"
+            raise violation("spans", value, "a span is (document, start, stop)", "use integers")
+        for document, start, stop in group.spans:
+            if not 0 <= document < count:
+                value = f"{place(where)} works on document {document}"
+                raise violation("spans", value, f"there are {count} documents", f"use 0 to {count - 1}")
+            if not 0 <= start < stop <= lengths[document]:
+                value = f"{place(where)} works on document {document} [{start}:{stop})"
+                must = f"a span is not empty and inside its document of {lengths[document]} tokens"
+                low = min(max(start, 0), lengths[document] - 1)
+                raise violation("spans", value, must, f"use [{low}:{min(max(stop, low + 1), lengths[document])})")
 
 
 def coverage(plan: Plan) -> None:
@@ -66,30 +65,27 @@ def pieces(plan: Plan) -> None:
     home: dict[tuple[int, int], tuple[object, ...]] = {}
     seen: dict[tuple[int, int], tuple[int, int]] = {}
     lengths = plan.documents
-    for (p, r, s), _, share in stage_batches(plan):
-        for group in share.groups:
-            for document, start, stop in group.spans:
-                if stop - start == lengths[document]:
-                    continue
-                key, shape = (s, document), (group.ranks, group.ulysses, group.ring)
-                here = f"pipeline {p} round {r} stage {s}: document {document} [{start}:{stop})"
-                before = seen.setdefault(key, (p, -1))
-                if before == (p, r) or before[0] != p:
-                    what = "is a second piece in this round" if before[0] == p else f"began in pipeline {before[0]}"
-                    must = "pieces of a document are in different rounds of one pipeline"
-                    raise violation(
-                        "pieces", f"{here} {what}", must, f"move it to a later round of pipeline {before[0]}"
-                    )
-                seen[key] = (p, r)
-                if home.setdefault(key, shape) != shape:
-                    ranks, ulysses, ring = home[key]
-                    value = f"{here} is on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
-                    must = "all pieces of a document are on the same ranks in the same shape"
-                    raise violation("pieces", value, must, f"use ranks {ranks} with ulysses {ulysses} x ring {ring}")
-                if group.method == Method.GATHER or group.route is not None:
-                    how = "a route" if group.route is not None else f"method {group.method}"
-                    must = "a document in pieces needs method ring, without a route"
-                    raise violation("pieces", f"{here} is in a group with {how}", must, "use method ring and no route")
+    for (p, r, s, _), _, group in stage_groups(plan):
+        for document, start, stop in group.spans:
+            if stop - start == lengths[document]:
+                continue
+            key, shape = (s, document), (group.ranks, group.ulysses, group.ring)
+            here = f"{place((p, r, s))}: document {document} [{start}:{stop})"
+            before = seen.setdefault(key, (p, -1))
+            if before == (p, r) or before[0] != p:
+                what = "is a second piece in this round" if before[0] == p else f"began in pipeline {before[0]}"
+                must = "pieces of a document are in different rounds of one pipeline"
+                raise violation("pieces", f"{here} {what}", must, f"move it to a later round of pipeline {before[0]}")
+            seen[key] = (p, r)
+            if home.setdefault(key, shape) != shape:
+                ranks, ulysses, ring = home[key]
+                value = f"{here} is on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
+                must = "all pieces of a document are on the same ranks in the same shape"
+                raise violation("pieces", value, must, f"use ranks {ranks} with ulysses {ulysses} x ring {ring}")
+            if group.method == Method.GATHER or group.route is not None:
+                how = "a route" if group.route is not None else f"method {group.method}"
+                must = "a document in pieces needs method ring, without a route"
+                raise violation("pieces", f"{here} is in a group with {how}", must, "use method ring and no route")
 
 
 def stage_spans(plan: Plan) -> None:
@@ -126,21 +122,17 @@ def capacity(plan: Plan) -> None:
             each = -(-tokens // len(group.ranks))
             for rank in group.ranks:
                 held[rank] = held.get(rank, 0) + each
-        if max(held.values()) > most:
-            rank = next(rank for rank, tokens in held.items() if tokens > most)
-            raise _over_capacity(place(where), rank, held[rank], most, share)
+        loads = [held]
         for layout in (share.attention, share.linear):
             if layout is not None and len(layout):
-                load = np.bincount(layout.rank, weights=layout.sizes)
-                if load.max() > most:
-                    rank = int(load.argmax())
-                    raise _over_capacity(place(where), rank, int(load[rank]), most, share)
-
-
-def _over_capacity(here: str, rank: int, held: int, most: int, share: StageMicroBatch) -> Exception:
-    value = f"{here} puts {held} tokens on rank {rank}"
-    must = f"checkpoint {share.checkpoint} allows {most} tokens per rank and round"
-    return violation("capacity", value, must, f"spread {held - most} of them over more ranks or over other rounds")
+                loads.append(dict(enumerate(np.bincount(layout.rank, weights=layout.sizes).astype(int).tolist())))
+        for load in loads:
+            if max(load.values()) > most:
+                rank = next(rank for rank, tokens in load.items() if tokens > most)
+                value = f"{place(where)} puts {load[rank]} tokens on rank {rank}"
+                must = f"checkpoint {share.checkpoint} allows {most} tokens per rank and round"
+                way_out = f"spread {load[rank] - most} of them over more ranks or over other rounds"
+                raise violation("capacity", value, must, way_out)
 
 
 def layouts(plan: Plan) -> None:

@@ -69,18 +69,16 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
     single = cost.engine.token_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())  # one team, no exchanges
     linear = (single["linear"] + single.get("head", 0.0)) * cost.tensor
     round_fixed = _round_fixed(cost, policy)
-    attention = {ring: cost.engine.attention_ns(tokens, ring, policy) for ring in {rate.shape.ring for rate in rates}}
+    attention = cost.engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
     capacity, token_movable = cost.capacity(policy), movable_ns(cost, policy)
     degrees, rows = sorted({rate.shape.degree for rate in rates}), []
     for degree in degrees:
         movable = token_movable * tokens / degree
         best: list[np.ndarray] = []
-        for shape, token_ns, fixed_ns in rates:
+        for (shape, token_ns, fixed_ns), computing in zip(rates, attention, strict=True):
             if shape.degree != degree:
                 continue
             streams = token_ns[:, None] * tokens
-            computing = attention[shape.ring] * cost.engine.attention_share(shape)
-            computing = computing + cost.engine.kernel_call_ns(tokens, shape.kernel_calls, policy)
             streams[: 1 if shape.overlaps_kv else 2] += computing
             if degree == 1:
                 streams[1] = linear * tokens  # its attention may be what a ring hides behind

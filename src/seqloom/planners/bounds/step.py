@@ -43,7 +43,6 @@ from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.prices import ROUNDED, DegreePrices, price_documents, shape_rates
 from seqloom.planners.loops import NEVER
 from seqloom.planners.problem import fitting_problems
-from seqloom.simulate.microbatch import stage_layer_ranges
 
 PRECISION = 1e-7
 """Relative slack against floating-point rounding; it keeps the bound below the truth."""
@@ -531,10 +530,10 @@ class ShapePrices(NamedTuple):
 def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
     """ns that no plan for the documents of `plan` on the stages of `pipeline` beats, for groups on aligned blocks."""
     prices = _aligned_prices(np.array(plan.documents, dtype=np.int64), cost)
-    layers = stage_layer_ranges(pipeline)
+    layers = pipeline.layer_ranges
     best, end = 0.0, 0
     for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
-        own = [part for stage in pipeline.stages_of(pp_rank) if (part := layers[stage]) is not None]
+        own = [layers[stage] for stage in pipeline.stages_of(pp_rank)]
         share = sum(part.stop - part.first for part in own) / cost.model.layers
         work, chain = prices.least(share, any(part.has_head for part in own), len(ranks))
         best = max(best, float(work.sum() / len(ranks)), float(chain.max()))
@@ -597,12 +596,10 @@ def _shape_prices(cost: CostModel, lengths: tuple[int, ...]) -> ShapePrices:
     engine, policy = cost.engine, _fastest_policy(cost)
     tokens = cost.padded_lengths(np.array(lengths)).astype(np.float64)
     rates = shape_rates(cost, policy)
-    attention = {ring: engine.attention_ns(tokens, ring, policy) for ring in {rate.shape.ring for rate in rates}}
+    attention = engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
     degree, layers, head = [], [], []
-    for shape, token_ns, _ in rates:
+    for (shape, token_ns, _), computing in zip(rates, attention, strict=True):
         head_ns = engine.token_ns(shape, policy, GroupTraffic()).get("head", 0.0)
-        calls = engine.kernel_call_ns(tokens, shape.kernel_calls, policy)
-        computing = attention[shape.ring] * engine.attention_share(shape) + calls
         degree.append(shape.degree)
         head.append(np.maximum(head_ns * tokens - 1.0, 0.0))
         layers.append(np.maximum((token_ns[0] - head_ns) * tokens + computing - ROUNDED, 0.0))

@@ -17,7 +17,7 @@ BASE = {
     "max_dim": 128,
     "dim_multiple": 8,
 }
-SQUARES = Capabilities(**BASE, gqa=False, windows=False, offsets=False)
+SQUARES = Capabilities(**BASE, windows=False, offsets=False)
 PREFIXES = Capabilities(**BASE, offsets=False, prefixes=True)
 SHAPE = {"heads": 4, "kv_heads": 4, "dim": 64, "dtype": torch.bfloat16, "device": torch.device("cuda"), "scale": 1.0}
 
@@ -30,7 +30,6 @@ SHAPE = {"heads": 4, "kv_heads": 4, "dim": 64, "dtype": torch.bfloat16, "device"
         ({"dim": 100}, "some: head dim 100; it takes a multiple of 8, at most 128"),
         ({"dim": 136}, "some: head dim 136; it takes a multiple of 8, at most 128"),
         ({"kv_heads": 3}, "some: 3 kv heads for 4 heads; kv heads must divide the heads"),
-        ({"kv_heads": 2}, "some: 2 kv heads for 4 heads; it takes one kv head per head"),
     ],
 )
 def test_a_shape_is_refused_with_the_rule(change, message):

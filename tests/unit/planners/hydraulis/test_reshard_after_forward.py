@@ -46,7 +46,7 @@ def test_a_scheme_says_so_only_where_it_is():
     assert "gathered" not in plain.as_dict() and PipelineConfig.from_dict(plain.as_dict()) == plain
     with pytest.raises(SeqloomError, match="there is nothing to gather; leave out gathered, or use Ulysses or a ring"):
         PipelineConfig(ParallelConfig(1, 2, reshard_after_forward=True), (0, 1), 100)
-    with pytest.raises(SeqloomError, match="has 1 for gathered; give true or false"):
+    with pytest.raises(SeqloomError, match="gathered is 1; give true or false"):
         PipelineConfig.from_dict(gathered.as_dict() | {"gathered": 1})
 
 
@@ -108,7 +108,7 @@ def tight():
     """Room for 404 tokens beside parameters that stay, on all four ranks."""
     cluster = Cluster.parse("1x4xH100")
     ample = CostModel(cluster, SPEC, sharding="free", max_length=1024)
-    budget = ample.fixed_bytes(ample.policies[0]) + 200_000
+    budget = ample.memory.fixed_bytes(ample.engine.policies[0]) + 200_000
     return CostModel(cluster, SPEC, sharding="free", max_length=1024, budget_gib=budget / GIB)
 
 
