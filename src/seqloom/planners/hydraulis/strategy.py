@@ -174,10 +174,6 @@ class ConfigCost:
         tokens = np.asarray(lengths, dtype=np.float64)
         return np.rint(self.square * (tokens * tokens) + self.linear * tokens).astype(np.int64)
 
-    def micro_batch_ns(self, lengths: np.ndarray) -> int:
-        """ns of one micro-batch of these documents on a stage, forward and backward."""
-        return self.fixed + int(self.documents_ns(lengths).sum())
-
 
 ConfigCosts = Mapping[ParallelConfig, ConfigCost]
 

@@ -13,12 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.layout import Span
-from seqloom.planners.pipeline.long_sequences import (
-    DocumentCosts,
-    StageGroup,
-    StageGroups,
-    place_long_sequences,
-)
+from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroup, StageGroups, place_long_sequences
 from seqloom.schedules import Unit, units_of
 
 SLACK_PERCENT = 105

@@ -444,12 +444,8 @@ class PipelineSearch:
 def _fuse_times(times: Times, fused: np.ndarray) -> Times:
     """Move the weight half into the input half where bool[stages, units] `fused` asks for whole backwards."""
     late = np.where(fused, times.backward_weight, 0)
-    return Times(
-        times.forward,
-        times.backward_input + late,
-        times.backward_weight - late,
-        np.where(fused, 0, times.split_overhead),
-    )
+    halves = times.backward_input + late, times.backward_weight - late
+    return Times(times.forward, *halves, np.where(fused, 0, times.split_overhead))
 
 
 def _fuse_backward(schedule: Schedule, fused: np.ndarray) -> Schedule:

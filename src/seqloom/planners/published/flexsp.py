@@ -12,10 +12,10 @@ solved first, and an M that can no longer win is given up: that saves time and c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -225,20 +225,8 @@ def fewest_chunks(tokens: np.ndarray, capacity: int) -> int:
 #     error[q][k] = min over j < k of error[q - 1][j] + sum over i in j .. k of (length[k] - length[i])
 
 
-class Buckets(NamedTuple):
-    """Documents by bucket, in rising length."""
-
-    longest: np.ndarray  # int64[Q] tokens of the longest member
-    members: list[np.ndarray]  # Positions of the documents in each bucket
-
-    @property
-    def population(self) -> np.ndarray:
-        """int64[Q] documents in each bucket."""
-        return np.array([len(members) for members in self.members], np.int64)
-
-
-def bucket(tokens: np.ndarray, least: int, capacity: int) -> Buckets:
-    """Bucket the documents of one micro-batch, int64[n] tokens, with the least added tokens.
+def bucket(tokens: np.ndarray, least: int, capacity: int) -> list[np.ndarray]:
+    """Bucket the documents of one micro-batch, int64[n] tokens, with the least added tokens: positions, rising length.
 
     Begins with ``least`` buckets; more follow, one by one, until the bucketed tokens are at most half-way between the
     true ones and ``capacity``, that of the cluster, so that rounding up never makes a micro-batch look too large.
@@ -259,8 +247,7 @@ def bucket(tokens: np.ndarray, least: int, capacity: int) -> Buckets:
         edges.append(int(start[edges[-1] - 1]))
     edges.reverse()
     owner = np.searchsorted(np.array(edges[1:]), kind, side="right")
-    members = [np.flatnonzero(owner == q) for q in range(len(starts))]
-    return Buckets(values[np.array(edges[1:]) - 1], members)
+    return [np.flatnonzero(owner == q) for q in range(len(starts))]
 
 
 def _one_more(
@@ -290,7 +277,7 @@ class MicroBatch:
     """Documents that run side by side, and the programme that places them."""
 
     documents: np.ndarray  # int64[n] indices into the batch
-    buckets: Buckets
+    buckets: list[np.ndarray]  # positions of the documents in each
     milp: BucketedMilp
     start: tuple[int, np.ndarray] | None  # Best homogeneous answer: ns and documents of each bucket in each group
 
@@ -302,19 +289,15 @@ class MicroBatch:
         buckets = bucket(tokens, least, ranks * tables.capacity)
         degree = virtual_groups(np.array(list(menu)), tokens, tables.capacity, ranks)
         shapes = np.array([menu[d] for d in degree.tolist()])
-        longest = [documents[members[tokens[members].argmax()]] for members in buckets.members]
+        longest = [documents[members[tokens[members].argmax()]] for members in buckets]
+        count = np.array([len(members) for members in buckets], np.int64)
         cost, fixed = tables.cost[:, shapes][:, :, longest], tables.fixed[:, shapes]
-
-        def milp(every_rank: bool) -> BucketedMilp:
-            sizes = (tables.capacity, ranks, every_rank)
-            return BucketedMilp(buckets.longest, buckets.population, degree, cost, fixed, *sizes)
-
-        programme = milp(True)
-        start = best_start(programme)
+        milp = BucketedMilp(tables.tokens[longest], count, degree, cost, fixed, tables.capacity, ranks)
+        start = best_start(milp)
         if start is None and ranks not in menu:  # groups of the menu may be unable to use every rank: let some idle
-            programme = milp(False)
-            start = best_start(programme)
-        return cls(documents, buckets, programme, start)
+            milp = replace(milp, every_rank=False)
+            start = best_start(milp)
+        return cls(documents, buckets, milp, start)
 
     def answer(self, options: Mapping[str, Any]) -> np.ndarray | None:
         """int64[Q, P] documents of each bucket in each group; the start if the solver finds nothing."""
@@ -325,7 +308,7 @@ class MicroBatch:
     def draw(self, placed: np.ndarray, random: Random) -> list[list[int]]:
         """Documents of each group: concrete ones, drawn at random from each bucket to fill the counts."""
         groups: list[list[int]] = [[] for _ in self.milp.degree]
-        for members, counts in zip(self.buckets.members, placed.tolist(), strict=True):
+        for members, counts in zip(self.buckets, placed.tolist(), strict=True):
             drawn = self.documents[members].tolist()
             random.shuffle(drawn)
             for group, count in enumerate(counts):
@@ -349,13 +332,9 @@ def virtual_groups(degrees: np.ndarray, tokens: np.ndarray, capacity: int, ranks
 
 def best_start(milp: BucketedMilp) -> tuple[int, np.ndarray] | None:
     """The fastest homogeneous answer: ns and int64[Q, P] documents; None if none obeys every rule."""
-    best: tuple[int, np.ndarray] | None = None
-    for degree in np.unique(milp.degree).tolist():
-        placed = homogeneous(milp, degree)
-        value = None if placed is None else milp.value_ns(placed)
-        if placed is not None and value is not None and (best is None or value < best[0]):
-            best = (value, placed)
-    return best
+    placed = [homogeneous(milp, degree) for degree in np.unique(milp.degree).tolist()]
+    found = [(value, each) for each in placed if each is not None and (value := milp.value_ns(each)) is not None]
+    return min(found, key=lambda answer: answer[0], default=None)
 
 
 def homogeneous(milp: BucketedMilp, degree: int) -> np.ndarray | None:

@@ -285,14 +285,13 @@ def _least_busy(
     """The group to join or a new one, by the least work on the busiest rank of all; None if all exceed ``max_work``."""
     busiest = max(group.work for group in groups)
     free = ranks - sum(group.size for group in groups)
-    best: tuple[float, OpenGroup] | None = None
+    options: list[tuple[float, OpenGroup]] = []
     for size in menu[menu.index(least_size(tokens, capacity, menu)) :]:
         roomy = [group for group in groups if group.size == size and group.tokens + tokens <= size * capacity]
-        for group in [*roomy, *([OpenGroup(size)] if size <= free else [])]:
-            reached = max(busiest, group.work + tokens * tokens / size)
-            if reached <= max_work and (best is None or reached < best[0]):
-                best = (reached, group)
-    return None if best is None else best[1]
+        new = [OpenGroup(size)] if size <= free else []
+        options += [(max(busiest, group.work + tokens * tokens / size), group) for group in (*roomy, *new)]
+    reached, best = min(options, key=lambda option: option[0], default=(max_work, None))
+    return best if reached <= max_work else None
 
 
 def spread_out(groups: list[OpenGroup], menu: list[int], ranks: int) -> bool:
