@@ -186,12 +186,7 @@ class Compute:
         return total * (4.0 * query_width(self.model) * 1e-3 / ring)
 
     def tensor_sums(self, tensor: int, gathers: int) -> float:
-        """ns per token of a rank, all layers: a tensor parallel sum reads a row of every rank and writes one, in bf16.
-
-        Args:
-            tensor: ranks of the tensor parallel group.
-            gathers: sums per layer.
-        """
+        """ns per token of a rank, all layers, of so many sums per layer: each reads a row of every rank, writes one."""
         touched = gathers * self.model.layers * (tensor + 1) * self.model.hidden if tensor > 1 else 0
         return touched * 2 / self.memory_gb_s
 

@@ -26,8 +26,6 @@ from seqloom.cost.communication import (
     Flow,
     cp_model,
     cp_shape,
-    group_traffic,
-    nic_proxies,
     passes,
     tensor_gathers,
 )
@@ -43,8 +41,7 @@ from seqloom.cost.memory import (
 )
 from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
 from seqloom.errors import SeqloomError, unknown_name
-from seqloom.layout import Route
-from seqloom.plan import Checkpoint, Method, Reduce, Remap, Sharding
+from seqloom.plan import Checkpoint, Reduce, Remap, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,10 +93,6 @@ class CostEngine(ABC):
     def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow]:
         """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor ranks."""
         return Flow(), Flow(), Flow()
-
-    def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
-        """How keys and values cross nodes, best for so many tokens per rank; None where there is nothing to spread."""
-        return None
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
@@ -174,8 +167,8 @@ class AnalyticEngine(CostEngine):
         profile, checkpoint, layers = self.profile, policy.checkpoint, self.model.layers
         cp = cp_shape(shape, self.tensor)
         steps = passes(checkpoint) * (shape.ring - 1) * profile.ring_step_us if shape.overlaps_kv else 0.0
-        ring = self.links.ring_latency(cp, traffic, checkpoint) if shape.overlaps_kv else 0.0
-        kv_gather = 0.0 if shape.overlaps_kv else self.links.kv_gather_latency(cp, traffic, checkpoint)
+        kv = self.links.kv_latency(cp, traffic, checkpoint)
+        ring, kv_gather = (kv, 0.0) if shape.overlaps_kv else (0.0, kv)
         gather = 0.0 if policy.resident else 2 * self._collective(PARAMETER_BYTES)
         waits = policy.resident or policy.reduce == Reduce.STEP
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
@@ -194,8 +187,8 @@ class AnalyticEngine(CostEngine):
         """ns per token of the group, without attention."""
         ulysses, kv, tensor = self.flows(shape, policy, traffic)
         sums = self.compute.tensor_sums(self.tensor, tensor_gathers(policy.checkpoint))
-        rates = self._kv_ns(shape, kv)
-        rates["kv_gather"] += 0.0 if shape.overlaps_kv else self.links.gathered_kv(cp_shape(shape, self.tensor))
+        rates = self.prefix_token_ns(shape, policy, traffic)
+        rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
         return rates | {
             "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree,
             "head": self.compute.head() / shape.degree,
@@ -206,11 +199,8 @@ class AnalyticEngine(CostEngine):
         }
 
     def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
-        """Keys and values in front of a piece are shared again, and their gradients sent back."""
-        return self._kv_ns(shape, self.flows(shape, policy, traffic)[1])
-
-    def _kv_ns(self, shape: GroupShape, kv: Flow) -> dict[str, float]:
-        """ns per token of sharing keys and values, by part."""
+        """Keys and values in front of a piece are shared again, like those of the piece, and gradients sent back."""
+        kv = self.flows(shape, policy, traffic)[1]
         ring = kv.time if shape.overlaps_kv else 0.0
         return {
             "steps": self._exposed * ring,
@@ -227,18 +217,8 @@ class AnalyticEngine(CostEngine):
         tokens of all heads.
         """
         links, cp = self.links, cp_shape(shape, self.tensor)
-        kv = links.kv_gather if shape.method == Method.GATHER else links.ring
         seen = traffic, policy.checkpoint
-        return links.ulysses(cp, *seen), kv(cp, *seen), links.tensor(shape, *seen)
-
-    def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
-        """One proxy near each NIC of every node, and the best number of slices."""
-        nic_of = self.links.cluster.nic_of_gpu
-        proxies = nic_proxies(ranks, nic_of)
-        traffic = group_traffic(tuple(ranks), shape, nic_of, Route(proxies))
-        if not shape.routed or traffic.proxies < 2:
-            return None
-        return Route(proxies, self.links.slices(shape, traffic, tokens * shape.degree))
+        return links.ulysses(cp, *seen), links.kv(cp, *seen), links.tensor(shape, *seen)
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """Around attention all linear layers move, around the feed-forward only these."""

@@ -264,15 +264,10 @@ def pp_rank_bytes(cost: CostModel, stages: Sequence[LayerRange], shard_group: in
 
 
 def pipeline_limits(cost: CostModel, pp_ranks: Sequence[Sequence[LayerRange]], shard_group: int) -> Limits:
-    """Limits of plans whose pipeline ranks have these stages.
+    """Limits of plans whose pipeline ranks have these stages, and shard groups of `shard_group` ranks.
 
     The capacity of a checkpoint is what the fullest rank can hold of one micro-batch and nothing else: how many are in
     flight is the plan's choice, and the simulator checks it. SeqloomError if the state alone does not fit.
-
-    Args:
-        cost: prices and budget.
-        pp_ranks: the stages of every pipeline rank.
-        shard_group: ranks that share parameter shards.
     """
     free = [cost.budget_bytes - pp_rank_bytes(cost, stages, shard_group) for stages in pp_ranks]
     budget = f"{cost.budget_bytes / GIB:.1f} GiB"

@@ -16,7 +16,6 @@ REDUCE, UNSHARD, RESHARD
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -82,7 +81,7 @@ def build_tasks(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBat
     """Turn every row of actions into tasks. Pipelines have no ranks in common, so their order is free."""
     graph = TaskGraph(times)
     for number, pipeline in enumerate(plan.pipelines):
-        messages = dict(_add_messages(graph, cost, pipeline, number))
+        messages = _add_messages(graph, cost, pipeline, number)
         unshards = unshard_times_by_stage(cost, pipeline)
         for row in pipeline.actions:
             _add_row(graph, number, row, messages, unshards)
@@ -94,15 +93,11 @@ MessageKey = tuple[int, ActionKind, int]
 """Stage, SEND_F or SEND_B, and round."""
 
 
-def _add_messages(
-    graph: TaskGraph, cost: CostModel, pipeline: Pipeline, number: int
-) -> Iterator[tuple[MessageKey, int]]:
+def _add_messages(graph: TaskGraph, cost: CostModel, pipeline: Pipeline, number: int) -> dict[MessageKey, int]:
     """Add a task for every SEND, provided that it has a RECV and the other way round."""
     sends: set[MessageKey] = set()
     receives: dict[MessageKey, Action] = {}
-    for action in (action for row in pipeline.actions for action in row):
-        if action.round is None:
-            continue
+    for action in (action for row in pipeline.actions for action in row if action.round is not None):
         if action.kind in _TO:
             sends.add((action.stage, action.kind, action.round))
         elif action.kind in _FROM:
@@ -114,6 +109,7 @@ def _add_messages(
             missing = f"{_name(number, receives[key])} is never sent; add {Action(*key)}"
         raise SeqloomError(f"{missing}: every message is sent once and received once, by neighbours")
     pp_rank = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
+    messages: dict[MessageKey, int] = {}
 
     @cache
     def price(r: int, stage: int) -> int:
@@ -128,7 +124,8 @@ def _add_messages(
         task = graph.engine.add(ns, links=((number, pp_rank[stage], "out"), (number, pp_rank[other], "in")))
         ends = ((MicroBatchKey(number, stage, r), kind.value), (MicroBatchKey(number, other, r), receive.value))
         graph.links.append(LinkTask(ends, False, ns, task, _name(number, Action(stage, kind, r))))
-        yield (stage, kind, r), task
+        messages[stage, kind, r] = task
+    return messages
 
 
 def _add_row(
