@@ -97,7 +97,9 @@ def _add_messages(graph: TaskGraph, cost: CostModel, pipeline: Pipeline, number:
     """Add a task for every SEND, provided that it has a RECV and the other way round."""
     sends: set[MessageKey] = set()
     receives: dict[MessageKey, Action] = {}
-    for action in (action for row in pipeline.actions for action in row if action.round is not None):
+    for action in (action for row in pipeline.actions for action in row):
+        if action.round is None:
+            continue
         if action.kind in _TO:
             sends.add((action.stage, action.kind, action.round))
         elif action.kind in _FROM:
