@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from seqloom.cost.compute import kv_heads_per_rank, kv_width, query_width
+from seqloom.cost.compute import attention_widths, kv_heads_per_rank
 from seqloom.cost.shapes import GroupShape
 from seqloom.layout import Route, move_between
 from seqloom.plan import Checkpoint, Method, Remap
@@ -501,4 +501,4 @@ def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint) -> t
     again = checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL)
     if remap == Remap.MLP:
         return (4 + again) * model.hidden, 4 + again
-    return attention_exchanges(query_width(model), kv_width(model), checkpoint)
+    return attention_exchanges(*attention_widths(model), checkpoint)

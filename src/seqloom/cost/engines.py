@@ -165,7 +165,7 @@ class AnalyticEngine(CostEngine):
         on its own stream, and as exposed time.
         """
         profile, checkpoint, layers = self.profile, policy.checkpoint, self.model.layers
-        cp = cp_shape(shape, self.tensor)
+        cp, exposed = cp_shape(shape, self.tensor), 1.0 - profile.overlap
         steps = passes(checkpoint) * (shape.ring - 1) * profile.ring_step_us if shape.overlaps_kv else 0.0
         kv = self.links.kv_latency(cp, traffic, checkpoint)
         ring, kv_gather = (kv, 0.0) if shape.overlaps_kv else (0.0, kv)
@@ -173,8 +173,8 @@ class AnalyticEngine(CostEngine):
         waits = policy.resident or policy.reduce == Reduce.STEP
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
         return {
-            "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + self._exposed * (gather + reduce),
-            "steps": layers * steps * 1e3 + self._exposed * ring,
+            "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + exposed * (gather + reduce),
+            "steps": layers * steps * 1e3 + exposed * ring,
             "ulysses": self.links.ulysses_latency(cp, traffic, checkpoint),
             "ring": ring,
             "gather": gather,
@@ -203,7 +203,7 @@ class AnalyticEngine(CostEngine):
         kv = self.flows(shape, policy, traffic)[1]
         ring = kv.time if shape.overlaps_kv else 0.0
         return {
-            "steps": self._exposed * ring,
+            "steps": (1.0 - self.profile.overlap) * ring,
             "ring": ring,
             "network": kv.network,
             "kv_gather": 0.0 if shape.overlaps_kv else kv.time,
@@ -282,11 +282,6 @@ class AnalyticEngine(CostEngine):
         moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shard_ranks, layers, ranks)
         return moved + (rest + self.compute.optimiser(parameters / shard_ranks)), moved
 
-    @property
-    def _exposed(self) -> float:
-        """Share of the traffic beside computing that takes time of its own."""
-        return 1.0 - self.profile.overlap
-
     def _collective(self, bytes_per_parameter: int) -> float:
         size = bytes_per_parameter * self.memory.rank_parameters
         return self.links.collective(size, self.shard_ranks, self.model.layers)
@@ -307,8 +302,7 @@ class AdditiveEngine(CostEngine):
 
         Parameters are interpolated (and beyond the ends extrapolated) linearly between the published contexts.
         """
-        constants = _published(profile, cost.model)
-        _check_cluster(profile, cost.cluster)
+        constants = _published(profile, cost.cluster, cost.model)
         parameters = interpolate(constants.parameters_gi, cost.context)
         state = math.ceil(profile.state_bytes_per_parameter * parameters * GIB / shard_ranks)
         budget = profile.budget_gib if budget_gib is None else budget_gib
@@ -364,8 +358,11 @@ def interpolate(points: tuple[tuple[int, float], ...], x: float) -> float:
     return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
 
 
-def _published(profile: AdditiveProfile, model: ModelSpec) -> AdditiveModel:
-    """The profile's entry for this model, provided that it is the same model."""
+def _published(profile: AdditiveProfile, cluster: Cluster, model: ModelSpec) -> AdditiveModel:
+    """The profile's entry for this model, provided that it is the same model, on nodes like the authors'.
+
+    Published bandwidths are by degree; a single smaller node will do.
+    """
     if model.name not in profile.models:
         raise SeqloomError(
             f"{unknown_name(f'model for profile {profile.name}:', model.name, profile.models)} "
@@ -380,11 +377,6 @@ def _published(profile: AdditiveProfile, model: ModelSpec) -> AdditiveModel:
                 f"profile {profile.name} holds constants of a {model.name} with {field} {there}, "
                 f"this one has {here}; leave the profile out to price it"
             )
-    return entry
-
-
-def _check_cluster(profile: AdditiveProfile, cluster: Cluster) -> None:
-    """Published bandwidths are by degree, so nodes must be like the authors'; a single smaller node will do."""
     size = profile.node_size
     if not cluster.device.name.lower().startswith(profile.device.lower()):
         raise SeqloomError(
@@ -397,3 +389,4 @@ def _check_cluster(profile: AdditiveProfile, cluster: Cluster) -> None:
             f"{cluster.gpus_per_node}; take any number of nodes of {size}, one node of at most {size}, "
             "or leave the profile out"
         )
+    return entry

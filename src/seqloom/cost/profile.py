@@ -179,7 +179,6 @@ def parse_profile(text: str, where: str) -> AdditiveProfile | AnalyticProfile:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """Read one value by its type."""
     if is_dataclass(kind):
         return _read_dataclass(kind, value, where)
     origin, inner = get_origin(kind), get_args(kind)
@@ -195,7 +194,6 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    """Build a dataclass from a mapping with exactly its keys."""
     by_key = {JSON_KEYS.get(field.name, field.name): field for field in fields(kind)}
     needed = [key for key, field in by_key.items() if field.default is MISSING]
     data = read_object(value, where, needed, [key for key in by_key if key not in needed])

@@ -204,7 +204,6 @@ def _unit_sizes(cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _count(held: np.ndarray, whole: np.ndarray, cut: np.ndarray, node_size: int) -> ResidentParameters:
-    """Add up units of these sizes."""
     by_node = held.reshape(-1, node_size, *held.shape[1:])
     entire = np.asarray(by_node.any(axis=3))
     parts, wholes = (each * (1 - 1 / np.maximum(each.sum(axis=1, keepdims=True), 1)) for each in (by_node, entire))
