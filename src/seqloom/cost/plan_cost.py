@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -310,8 +311,9 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
             component, joined = round_components(work, shard_group_of, meeting)
             times = round_times(own, work, policy).component_ns(component)
             shortest.append(int(times.min()))
-            for shard_groups, time in zip(joined, times.tolist(), strict=True):
-                ready[shard_groups] = ready[shard_groups].max() + time
+            slowest = np.zeros_like(ready)
+            slowest[list(chain.from_iterable(joined))] = np.repeat(times, list(map(len, joined)))
+            ready = finish_round(ready, slowest, joined)
         overlap_windows.append((shortest[0], shortest[-1]) if shortest else (0, 0))
         if meeting:
             ready[list({shard_group_of[rank] for rank in meeting})] += unshard_ns(cost, pipeline)
