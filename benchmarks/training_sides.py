@@ -16,8 +16,7 @@ from training_inputs import CONFIGS, Pack, Step
 from transformers import AutoModelForCausalLM
 
 from seqloom.attention import warm_up_attention
-from seqloom.dist import Context, bind_single_rank
-from seqloom.dist.transport import SingleRankTransport
+from seqloom.dist import Context, SingleRankTransport, bind_single_rank
 from seqloom.engine import bind_plan, run_step
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span

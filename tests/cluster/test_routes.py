@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqloom.dist import P2PTensor
-from seqloom.dist.routed import RoutedTransfer, start_routed
+from seqloom.dist.routed import RoutedHandle, RoutedTransfer
 from seqloom.layout import Move, Route
 
 pytestmark = pytest.mark.cluster
@@ -36,7 +36,7 @@ def deliver(transport, boxes, route):
     if passage is None:
         transport.exchange(sends, receives).wait()
     else:
-        start_routed(passage, transport, sent, wanted, unit=1, device=torch.device("cpu")).wait()
+        RoutedHandle(passage, transport, sent, wanted, unit=1, device=torch.device("cpu")).wait()
     transport.all_reduce(torch.ones(1), everyone)
     seconds = time.perf_counter() - start
     return seconds, all(torch.equal(found, content(item, sizes[item])) for item, found in wanted.items())

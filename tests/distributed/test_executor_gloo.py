@@ -23,7 +23,13 @@ CASES = {
 
 def spread(transport, step, plan):
     """The step, with every stage's parameters in shards over its ranks."""
-    return step.spread(plan, transport, lambda adapter, t: PipelineFSDP(adapter, t, Placement.of(plan)))
+    return step.spread(
+        plan,
+        transport,
+        lambda adapter, t: PipelineFSDP(
+            adapter, t, Placement(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size)
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

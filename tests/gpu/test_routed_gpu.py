@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.dist.routed import RoutedTransfer, start_routed
+from seqloom.dist.routed import RoutedHandle, RoutedTransfer
 from seqloom.layout import Move, Route
 
 pytestmark = [
@@ -73,7 +73,7 @@ def test_stages_follow_each_other_on_the_stream(slices):
             item: torch.zeros(stop - start, UNIT, dtype=torch.uint8, device=device) for *_, item, start, stop in runs
         }
         passage = RoutedTransfer.of(move, route, NODE, rank)
-        handles.append(start_routed(passage, mail.of(rank), sent, rooms, unit=UNIT, device=device))
+        handles.append(RoutedHandle(passage, mail.of(rank), sent, rooms, unit=UNIT, device=device))
         for *_, item, start, stop in runs:
             found[rank, item] = (rooms[item], truth[item][start:stop])
     for handle in handles:

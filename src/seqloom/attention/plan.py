@@ -55,13 +55,7 @@ class AttentionOptions(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """Heads, window and scale of a model's attention: what the index work of a round depends on.
-
-    Attributes:
-        heads, kv_heads, dim: of the layer.
-        window: tokens that a query sees, itself included; None: all.
-        scale: softmax scale; None: dim ** -0.5.
-    """
+    """Heads, window and scale of a layer's attention: what the index work of a round depends on; see `attention`."""
 
     heads: int
     kv_heads: int
@@ -84,10 +78,7 @@ def prepare_attention(
 ) -> None:
     """Do the index work of a round for attention calls like this one now, instead of in the first of them.
 
-    Args:
-        context: of the round, from `bind`; it keeps the result.
-        heads, kv_heads, dim, dtype: of the tensors that will come.
-        causal, window, scale, kernels: see `attention`.
+    The context keeps the result. Sizes and dtype are those of the tensors that will come; for the rest see `attention`.
     """
     _group_attentions(context, heads, kv_heads, dim, dtype, AttentionOptions(causal, window, scale, kernels))
 
@@ -112,7 +103,6 @@ def warm_up_attention(
 
     Args:
         heads, kv_heads, dim, dtype, scale, kernels: see `attention`.
-        device: where it will run.
         longest: tokens of a document.
         tokens: of a rank in a round, at most; None: any number.
         ulysses: degrees that rounds will have; each leaves a rank with other heads.
@@ -140,12 +130,7 @@ def plan_attention(
     options: AttentionOptions,
     layer: int | None = None,
 ) -> tuple[GroupAttention, ...]:
-    """Return the rank's groups that hold tokens, in the order of the work; checked, and built once per round.
-
-    Args:
-        q, k, v, context, options: of the call.
-        layer: number of the layer in the model; needed where a document is in pieces.
-    """
+    """Return the rank's groups that hold tokens, in the order of the work; checked, and built once per round."""
     _check_tensors(q, k, v, context)
     _, heads, dim = q.shape
     groups = _group_attentions(context, heads, k.shape[1], dim, q.dtype, options)
@@ -181,11 +166,7 @@ def _group_attentions(
 
 
 class _Builder(NamedTuple):
-    """Builds the attention of a rank's groups in one round.
-
-    Attributes:
-        model: heads of the whole model.
-    """
+    """Builds the attention of a rank's groups in one round; `model` has the heads of the whole model."""
 
     context: Context
     model: AttentionShape

@@ -6,27 +6,16 @@ between layouts, `tensor_parallel` gathers them for ranks that share weights, `r
 layouts, `routed` sends messages between nodes over all NICs.
 """
 
-from seqloom.dist.resharding import InFlight, Resharder
-from seqloom.dist.tensor_parallel import TPGroup, all_gather_rows, attention_context, reduce_scatter_rows
-from seqloom.dist.threads import Ranks, run_ranks
-from seqloom.dist.token_layout import BoundGroup, Context, bind, bind_single_rank, pieces_of_plan, run_in_mlp_layout
+from seqloom.dist.resharding import Resharder
+from seqloom.dist.tensor_parallel import all_gather_rows, attention_context, reduce_scatter_rows
+from seqloom.dist.threads import Ranks, SingleRankTransport, run_ranks
+from seqloom.dist.token_layout import Context, bind, bind_single_rank, pieces_of_plan, run_in_mlp_layout
 from seqloom.dist.torch_transport import Communicators, TorchTransport
-from seqloom.dist.transport import (
-    Handle,
-    Message,
-    P2PChannel,
-    P2PDirection,
-    P2PTensor,
-    SingleRankTransport,
-    Transport,
-)
+from seqloom.dist.transport import Message, P2PChannel, P2PDirection, P2PTensor, Transport
 
 __all__ = [
-    "BoundGroup",
     "Communicators",
     "Context",
-    "Handle",
-    "InFlight",
     "Message",
     "P2PChannel",
     "P2PDirection",
@@ -34,7 +23,6 @@ __all__ = [
     "Ranks",
     "Resharder",
     "SingleRankTransport",
-    "TPGroup",
     "TorchTransport",
     "Transport",
     "all_gather_rows",

@@ -114,7 +114,6 @@ class Resharder:
             source: who has what before; holds all that the target asks for.
             target: who shall have what after. Neither gives a rank two boxes of one weight.
             transport: this rank's; one whose exchanges nothing else uses, where buckets overlap the computation.
-            device: of all tensors.
             node_size: ranks per node. Nothing crosses to a node twice, where ranks have different rows in the source;
                 where several hold something, one of the receiver's node sends it. None: nodes do not matter.
             buckets: what moves together; None: `plan.parameter_layout.layer_buckets`.
@@ -137,7 +136,6 @@ class Resharder:
         """Start to copy a bucket's values to the target's boxes. `tensors` must not change until `wait` has returned.
 
         Args:
-            bucket: index.
             tensors: {weight: contiguous tensor of this rank's source box, [rows, columns] or any shape of as many
                 elements}; weights of other buckets are ignored.
             dtype: of the values in flight and afterwards, the same on all ranks; the sender casts.
@@ -170,7 +168,6 @@ class Resharder:
         one hop they may be changed after this call (on a GPU: in this stream).
 
         Args:
-            bucket: index.
             tensors: {weight: contiguous tensor of this rank's target box}; a weight that is left out counts as zero.
             dtype: of the gradients in flight, the same on all ranks; the sender casts. Sums of a node cross in float32
                 or wider.
@@ -467,9 +464,6 @@ def index_buckets(
 
     Args:
         move: at least what the rank sends and receives; two axes.
-        rank: this one.
-        buckets: weights of each, by index.
-        source, target: boxes of this rank.
     """
     last = max([int(move.item.max(initial=0)), *(max(bucket, default=0) for bucket in buckets)])
     number = np.full(last + 1, -1)

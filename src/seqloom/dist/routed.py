@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.dist.transport import Handle, P2PTensor, Transport
+from seqloom.dist.transport import P2PTensor, Transport
 from seqloom.layout import Move, Route
 from seqloom.layout.route import route_move
 
@@ -81,9 +81,6 @@ class RoutedTransfer:
 
         Args:
             move: one axis; an item is a message, of one sender.
-            route: how it crosses nodes.
-            node_size: ranks per node.
-            rank: the one asked for.
         """
         elements, steps = _Elements(move, rank), []
         for step in route_move(move, route, node_size):
@@ -179,50 +176,36 @@ def _join_touching(slices: Iterator[BufferSlice]) -> tuple[BufferSlice, ...]:
     return tuple(joined)
 
 
-def start_routed(
-    transfer: RoutedTransfer,
-    transport: Transport,
-    sent: Mapping[int, torch.Tensor],
-    wanted: Mapping[int, torch.Tensor],
-    *,
-    unit: int,
-    device: torch.device,
-) -> Handle:
-    """Start one rank's part of a routed move. Until `wait` of the handle it must not use the transport otherwise.
-
-    Args:
-        transfer: what the rank does.
-        transport: this rank's.
-        sent: its messages by item, contiguous; element k of a message is its bytes `k * unit .. (k + 1) * unit - 1`.
-        wanted: tensors for the elements that it wants of every item, one after the other.
-        unit: bytes of an element of the move.
-        device: of the forward buffer.
-    """
-    forward = torch.empty((transfer.forwarded, unit), dtype=torch.uint8, device=device)
-    return _Running(transfer.steps, transport, _as_bytes(sent, unit), _as_bytes(wanted, unit), forward)
-
-
-def _as_bytes(messages: Mapping[int, torch.Tensor], unit: int) -> dict[int, torch.Tensor]:
-    """View contiguous tensors as uint8[elements, unit]."""
-    return {
-        item: message.detach().view(-1).view(torch.uint8).view(message.nbytes // unit, unit)
-        for item, message in messages.items()
-    }
-
-
-class _Running:
-    """The handle of a routed transfer."""
+class RoutedHandle:
+    """One rank's part of a routed move, in flight. Until `wait` the rank must not use the transport otherwise."""
 
     def __init__(
         self,
-        steps: tuple[RouteStep, ...],
+        transfer: RoutedTransfer,
         transport: Transport,
-        sent: dict[int, torch.Tensor],
-        wanted: dict[int, torch.Tensor],
-        forward: torch.Tensor,
+        sent: Mapping[int, torch.Tensor],
+        wanted: Mapping[int, torch.Tensor],
+        *,
+        unit: int,
+        device: torch.device,
     ) -> None:
+        """Start.
+
+        Args:
+            sent: its messages by item, contiguous; element k is the bytes `k * unit .. (k + 1) * unit - 1` of it.
+            wanted: tensors for the elements that it wants of every item, one after the other.
+            unit: bytes of an element of the move.
+        """
+        steps, forward = transfer.steps, torch.empty((transfer.forwarded, unit), dtype=torch.uint8, device=device)
         self._transport, self._device = transport, forward.device
-        self._buffers = {Buffer.SEND: sent, Buffer.RECEIVE: wanted, Buffer.FORWARD: {0: forward}}
+        messages, targets = (
+            {
+                item: each.detach().view(-1).view(torch.uint8).view(each.nbytes // unit, unit)
+                for item, each in of.items()
+            }
+            for of in (sent, wanted)
+        )
+        self._buffers = {Buffer.SEND: messages, Buffer.RECEIVE: targets, Buffer.FORWARD: {0: forward}}
         self._finish: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None

@@ -69,7 +69,6 @@ def rows_of_move(move: Move, layout: Layout, rank: int, *, sends: bool) -> tuple
     Args:
         move: of token rows; both ranks of a pair find their boxes in the same order.
         layout: source or target of the move, whose rows the rank holds.
-        rank: the one asked for.
         sends: whether its end is the sender's.
     """
     own, peer = (move.sender, move.receiver) if sends else (move.receiver, move.sender)
@@ -86,8 +85,6 @@ def sort_order(
 
     Args:
         pieces: each lies in a span, or in two that touch.
-        spans: sorted by document and start.
-        device: of the result.
 
     Returns:
         int64[tokens] that sorts the rows, and its inverse; None and None where the rows are sorted already.

@@ -13,7 +13,6 @@ On top of what every transport asks (one order of verbs per block, equal sizes a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
 
 import torch
 
@@ -30,11 +29,15 @@ class StrictMessageMatcher(MessageMatcher):
         """Start without any operation."""
         super().__init__(ranks)
         self._queues: defaultdict[tuple[object, ...], deque[Operation]] = defaultdict(deque)
-        self._buffers: dict[Operation, _Buffers] = {}
+        self._sent: dict[Operation, dict[Side, torch.Tensor]] = {}  # copies, of operations not waited for
+        self._arrived: defaultdict[Operation, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
 
     def start(self, operation: Operation) -> None:
         """Queue the operation behind those of its rank and communicator that are not done."""
-        self._buffers[operation] = _Buffers.of(operation)
+        self._sent[operation] = {side: side.tensor.clone() for side in operation.sides if side.sends}
+        for side in operation.sides:
+            if not side.sends:
+                _poison(side.tensor)
         if not operation.sides:  # nothing to run, so nothing to queue for
             super().start(operation)
             return
@@ -54,16 +57,14 @@ class StrictMessageMatcher(MessageMatcher):
 
     def deliver(self, send: Side, receive: Side) -> None:
         """Keep the tensor until the receiver waits for it."""
-        self._buffers[receive.operation].arrived.append((receive.tensor, self._buffers[send.operation].sent[send]))
+        self._arrived[receive.operation].append((receive.tensor, self._sent[send.operation][send]))
 
     def wait(self, operation: Operation) -> None:
         """Return when the operation is done and its tensors are received; waiting twice is fine."""
         super().wait(operation)
         with self.lock:
-            buffers = self._buffers.pop(operation, None)
-        if buffers is None:
-            return
-        for side, copy in buffers.sent.items():
+            sent, received = self._sent.pop(operation, {}), self._arrived.pop(operation, ())
+        for side, copy in sent.items():
             if not torch.equal(_bits(side.tensor), _bits(copy)):
                 error = SeqloomError(
                     f"rank {operation.rank} {operation} {side}, and the tensor was written before wait(); "
@@ -71,13 +72,13 @@ class StrictMessageMatcher(MessageMatcher):
                 )
                 with self.lock:
                     self.refuse(error, operation.rank)
-        for tensor, arrived in buffers.arrived:
+        for tensor, arrived in received:
             tensor.copy_(arrived)
 
     def leave(self, rank: int) -> None:
         """Note that the body of `rank` has returned; it must have waited for every handle."""
         with self.lock:
-            left = next((operation for operation in self._buffers if operation.rank == rank), None)
+            left = next((operation for operation in self._sent if operation.rank == rank), None)
             unmatched = "" if left is None or left.done else f", which still waits for its other side: {left.missing()}"
         if left is not None:
             raise SeqloomError(f"rank {rank} ended without wait() for {left}{unmatched}; call wait() on every handle")
@@ -87,23 +88,6 @@ class StrictMessageMatcher(MessageMatcher):
         """Say what an operation waits for; behind another one, what that one waits for."""
         first = self._queues[operation.queue][0]
         return first.missing() if first is operation else f"behind {first}: {first.missing()}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Copies of the tensors that an operation sends, and (target, tensor) of what has arrived for it."""
-
-    sent: dict[Side, torch.Tensor]
-    arrived: list[tuple[torch.Tensor, torch.Tensor]]
-
-    @classmethod
-    def of(cls, operation: Operation) -> _Buffers:
-        """Copy the sent tensors, then overwrite those to be received."""
-        sent = {side: side.tensor.clone() for side in operation.sides if side.sends}
-        for side in operation.sides:
-            if not side.sends:
-                _poison(side.tensor)
-        return cls(sent, [])
 
 
 def _poison(tensor: torch.Tensor) -> None:

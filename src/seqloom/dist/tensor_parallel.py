@@ -36,7 +36,7 @@ from seqloom.plan import GroupFamily, StageMicroBatch
 if TYPE_CHECKING:
     from seqloom.dist.token_layout import Context
 
-RowCollective = Callable[[torch.Tensor], torch.Tensor]
+RowMove = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ def all_gather_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.T
         [tokens of the TP group, ...], rows as in `attention_context(context).spans`.
     """
     tp_group = _tp_group(context)
-    return x if tp_group is None else _Collective.apply(x, tp_group.all_gather, tp_group.reduce_scatter)
+    return x if tp_group is None else RowFunction.apply(tp_group.all_gather, tp_group.reduce_scatter, x)
 
 
 def reduce_scatter_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def reduce_scatter_rows(x: torch.Tensor, context: Context | torch.Tensor) -> tor
         [tokens, ...], rows as in `context.spans`.
     """
     tp_group = _tp_group(context)
-    return x if tp_group is None else _Collective.apply(x, tp_group.reduce_scatter, tp_group.all_gather)
+    return x if tp_group is None else RowFunction.apply(tp_group.reduce_scatter, tp_group.all_gather, x)
 
 
 @overload
@@ -141,18 +141,19 @@ def _tp_group(context: Context | torch.Tensor) -> TPGroup | None:
     return None if isinstance(context, torch.Tensor) else context.tp_group
 
 
-class _Collective(torch.autograd.Function):
-    """An all-gather whose backward is a reduce-scatter, or the other way round."""
+class RowFunction(torch.autograd.Function):
+    """Moves the rows of tensors by one function, and gradients by another one, its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, run: RowCollective, reverse: RowCollective) -> torch.Tensor:
-        ctx.reverse = reverse
-        return run(x)
+    def forward(ctx: Any, run: RowMove, transpose: RowMove, *tensors: torch.Tensor) -> Any:  # noqa: D102
+        ctx.transpose = transpose
+        return run(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        return ctx.reverse(gradient), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]  # noqa: D102
+        moved = ctx.transpose(*gradients)
+        return None, None, *(moved if isinstance(moved, tuple) else (moved,))
 
 
 def tp_ranks_of(work: StageMicroBatch, rank: int, tensor: int) -> tuple[tuple[int, ...], int]:
@@ -160,8 +161,6 @@ def tp_ranks_of(work: StageMicroBatch, rank: int, tensor: int) -> tuple[tuple[in
 
     Args:
         work: its groups consist of whole TP groups.
-        rank: the one asked for.
-        tensor: ranks of a TP group.
     """
     found = set()
     for group in work.groups:
@@ -183,8 +182,6 @@ def slice_of(work: StageMicroBatch, index: int, tensor: int) -> StageMicroBatch:
 
     Args:
         work: its groups consist of whole TP groups.
-        index: of the slice.
-        tensor: ranks of a TP group.
     """
     groups = tuple(
         replace(group, ranks=group.ranks[index::tensor], ulysses=group.ulysses // tensor) for group in work.groups
@@ -200,7 +197,6 @@ def bind_tp_group(
     Args:
         ranks, index: the TP group and this rank's index in it.
         blocks: who holds what, of every group that the TP group is in.
-        cp_context: of this slice.
         family: blocks with a communicator; None: none has one.
     """
     held = [sorted(span for layout in blocks for span in layout.spans(rank)) for rank in ranks]

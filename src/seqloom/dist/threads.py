@@ -61,11 +61,9 @@ class Ranks:
             thread.start()
 
     def __enter__(self) -> Self:
-        """Return the ranks themselves."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
     def close(self) -> None:
@@ -89,7 +87,6 @@ class Ranks:
         names the rank. When all ranks wait for each other, the error says at once who waits for what.
 
         Args:
-            body: called with the rank's transport.
             strict: enforce NCCL's rules, see `strict.py`.
             family: if given, blocks outside it are refused.
             timeout_s: seconds after which the run is given up.
@@ -161,8 +158,12 @@ class ThreadTransport:
         self, rank: int, matcher: MessageMatcher, family: GroupFamily | None, *, background: bool = False
     ) -> None:
         """Join a run as `rank`; with `background`, exchanges are on the second world communicator."""
-        self.rank, self.ranks = rank, matcher.ranks
-        self._matcher, self._family, self._background = matcher, family, background
+        self.rank, self.ranks, self._family, self._background = rank, matcher.ranks, family, background
+        self._run_matcher = matcher
+
+    @property
+    def _matcher(self) -> MessageMatcher:
+        return self._run_matcher
 
     @property
     def background(self) -> Transport:
@@ -185,12 +186,15 @@ class ThreadTransport:
         """Post all sends and receives."""
         for peer, _ in (*sends, *receives):
             if not 0 <= peer < self.ranks:
-                raise SeqloomError(f"rank {self.rank} exchanges with rank {peer}; ranks are 0 .. {self.ranks - 1}")
+                raise SeqloomError(
+                    f"rank {self.rank} exchanges with rank {peer}; ranks are 0 .. {self.ranks - 1}: use a transport "
+                    "that reaches it"
+                )
         outgoing = [(peer, _flat("sent tensor", tensor)) for peer, tensor in sends]
         incoming = [(peer, _flat("received tensor", tensor)) for peer, tensor in receives]
         verb = "background exchange" if self._background else "exchange"
-        operation = self._matcher.post(self.rank, verb, None, outgoing, incoming, background=self._background)
-        return _Handle(self._matcher, operation)
+        matcher = self._matcher
+        return _Handle(matcher, matcher.post(self.rank, verb, None, outgoing, incoming, background=self._background))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
         """Send the input to every rank of the block."""
@@ -208,7 +212,9 @@ class ThreadTransport:
         flat.copy_(total)
 
     def connect(self, channels: Iterable[P2PChannel]) -> None:
-        """Do nothing."""
+        """Refuse channels that do not join this rank with another one."""
+        for direction, sender, receiver in channels:
+            check_peer(self.rank, self.ranks, receiver if sender == self.rank else sender, direction)
 
     def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
         """Post a send."""
@@ -236,7 +242,25 @@ class ThreadTransport:
         ranks = tuple(block)
         check_block(ranks, self.rank, self.ranks, self._family)
         outgoing, incoming = zip(ranks, sends, strict=True), zip(ranks, receives, strict=True)
-        self._matcher.wait(self._matcher.post(self.rank, verb, ranks, outgoing, incoming))
+        matcher = self._matcher
+        matcher.wait(matcher.post(self.rank, verb, ranks, outgoing, incoming))
+
+
+class SingleRankTransport(ThreadTransport):
+    """The transport of a world with one rank, which receives what it sends."""
+
+    def __init__(self) -> None:
+        """Start without any state: every verb is matched with itself."""
+        super().__init__(0, MessageMatcher(1), None)
+
+    @property
+    def _matcher(self) -> MessageMatcher:
+        return MessageMatcher(1)
+
+    @property
+    def background(self) -> Transport:
+        """Itself."""
+        return self
 
 
 class _Handle:

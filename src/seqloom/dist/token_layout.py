@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from seqloom.dist.rows import (
     expand_runs,
@@ -28,8 +27,9 @@ from seqloom.dist.rows import (
     sort_order,
     span_columns,
 )
-from seqloom.dist.tensor_parallel import TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
-from seqloom.dist.transport import SingleRankTransport, Transport, all_to_all
+from seqloom.dist.tensor_parallel import RowFunction, TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
+from seqloom.dist.threads import SingleRankTransport
+from seqloom.dist.transport import Transport, all_to_all
 from seqloom.errors import PlanError, SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import Move, move_between
@@ -132,7 +132,6 @@ class Context:
         Args:
             work, transport, node_size, pieces, kv_cache, tp_group: see the class.
             blocks: who holds what in the block of this rank, of every group that it is in.
-            device: of the local tensors.
             redistribute: from the linear to the attention layout; None where these are the same.
         """
         self.work, self.transport, self.node_size = work, transport, node_size
@@ -197,8 +196,6 @@ def bind(
 
     Args:
         work: the same on all ranks.
-        transport: this rank's.
-        device: of the local tensors.
         node_size: ranks per node. Required by a group with a route; others only run faster with it.
         shard_groups: ranks that run the same rounds, among which tokens may move if the work has a linear layout;
             None: all ranks do.
@@ -316,7 +313,7 @@ class TokenRedistribute:
 
 def redistribute_tokens(redistribute: TokenRedistribute, *tensors: torch.Tensor) -> Tensors:
     """Move tensors [rows, width, ...] of one dtype together, with autograd. All ranks of the shard group call it."""
-    return _Redistribute.apply(redistribute, *tensors)
+    return RowFunction.apply(redistribute.to_target, redistribute.to_source, *tensors)
 
 
 def run_in_mlp_layout(
@@ -337,18 +334,6 @@ def run_in_mlp_layout(
         return mlp(x)
     (inside,) = redistribute_tokens(redistribute, x)
     return redistribute_tokens(redistribute.reversed(), mlp(inside))[0]
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, redistribute: TokenRedistribute, *tensors: torch.Tensor) -> Tensors:
-        ctx.redistribute = redistribute
-        return redistribute.to_target(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        return None, *ctx.redistribute.to_source(*gradients)
 
 
 def _bind_redistribute(

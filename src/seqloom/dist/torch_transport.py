@@ -140,15 +140,13 @@ def check_block(block: tuple[int, ...], rank: int, ranks: int, family: GroupFami
     """Refuse a block without `rank`, one that is not ascending, and one outside the family.
 
     Args:
-        block: ranks of a communicator.
-        rank: the calling one.
-        ranks: size of the world.
         family: the legal blocks; None: all.
     """
     ascending = all(low < high for low, high in pairwise(block))
     if rank not in block or not ascending or block[0] < 0 or block[-1] >= ranks:
         raise SeqloomError(
-            f"block {block} called by rank {rank} of {ranks}: a block is an ascending run of ranks, the caller in it"
+            f"block {block} called by rank {rank} of {ranks}: a block is an ascending run of ranks, the "
+            "caller in it; use a transport that reaches all of them"
         )
     size = len(block)
     if family is not None and (block[-1] - block[0] != size - 1 or not family.contains(block[0], size)):
@@ -165,7 +163,6 @@ class TorchTransport:
         """Use these communicators. With NCCL the process must have set its CUDA device.
 
         Args:
-            communicators: of the job.
             background: whether `exchange` is on the second world communicator.
         """
         if communicators.world is None:

@@ -139,62 +139,6 @@ class Completed:
         return True
 
 
-class SingleRankTransport:
-    """The transport of a world with one rank, which receives what it sends."""
-
-    rank, ranks, waits_in_stream = 0, 1, False
-
-    @property
-    def background(self) -> SingleRankTransport:
-        """Itself."""
-        return self
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        block: Sequence[int],
-    ) -> None:
-        """Copy `input` to `output`."""
-        self._refuse_others(block)
-        output.copy_(input)
-
-    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
-        """Copy the sent tensors into the received ones, in the order listed."""
-        self._refuse_others([peer for peer, _ in (*sends, *receives)])
-        for sent, received in zip(sends, receives, strict=True):
-            received.tensor.copy_(sent.tensor)
-        return Completed()
-
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
-        """Copy `input` to `output`."""
-        self._refuse_others(block)
-        output.copy_(input)
-
-    def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
-        """Leave the tensor as it is."""
-        self._refuse_others(block)
-
-    def connect(self, channels: Iterable[P2PChannel]) -> None:
-        """Refuse any channel: there is no other rank."""
-        for channel in channels:
-            check_peer(self.rank, self.ranks, max(channel.peers), channel.direction)
-
-    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
-        """Refuse: there is no other rank."""
-        check_peer(self.rank, self.ranks, peer, direction)
-        return Completed()
-
-    receive = send
-
-    def _refuse_others(self, ranks: Sequence[int]) -> None:
-        others = [rank for rank in ranks if rank != 0]
-        if others:
-            raise SeqloomError(f"rank {others[0]} in a world of one rank; use a transport that reaches it")
-
-
 def check_peer(rank: int, ranks: int, peer: int, direction: P2PDirection) -> None:
     """Refuse a message to the rank itself or to a rank outside the world."""
     if peer == rank or not 0 <= peer < ranks:
@@ -224,7 +168,6 @@ def all_to_all(
     """Run `Transport.all_to_all` among any ranks, all of which call it.
 
     Args:
-        transport: this rank's.
         output, input, output_sizes, input_sizes: see `Transport.all_to_all`.
         ranks: distinct, in the same order on all of them; this one included.
         collective: whether these ranks have a communicator; otherwise they send and receive on the world's.
@@ -248,10 +191,8 @@ def broadcast_bytes(
     """Return the root's bytes on every rank, in a binary tree of exchanges; all ranks of the world call it.
 
     Args:
-        transport: this rank's.
         payload: what the root sends, such as a plan; None on the others.
         root: the rank that has it.
-        device: of the transport's tensors.
     """
     if (payload is None) == (transport.rank == root):
         given = "nothing" if payload is None else f"{len(payload)} bytes"

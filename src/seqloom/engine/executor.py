@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +74,6 @@ def run_step(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int
     """Run a plan. All ranks call it; then the gradients of the whole step are in `parameters`.
 
     Args:
-        rank_plan: the plan as this rank sees it.
         parameters: of the model; gradients of an earlier step are dropped.
         rows: reads this rank's tokens and labels of a round.
         valid: labels that count, in the whole step; known from the data before the first round.
@@ -397,7 +397,7 @@ class Timer:
         """Start; on a GPU, in the order of its current stream."""
         self._cuda = device.type == "cuda"
         self._start = self._now()
-        self._measured: list[tuple[str, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._measured: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -408,27 +408,21 @@ class Timer:
 
     def seconds(self) -> defaultdict[str, float]:
         """Return the seconds of every name, 0 for others, and the time since the start as "step"."""
-        end = self._now()
+        measured = [*self._measured, ("step", self._start, self._now())]
         if self._cuda:
             torch.cuda.synchronize()
-        total = defaultdict(float, step=_elapsed_s(self._start, end))
-        for name, start, stop in self._measured:
-            total[name] += _elapsed_s(start, stop)
+        total: defaultdict[str, float] = defaultdict(float)
+        for name, start, stop in measured:
+            total[name] += start.elapsed_time(stop) / 1000 if self._cuda else stop - start
         return total
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Any:
+        """Return the host's time in seconds, or a recorded event."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _elapsed_s(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return start.elapsed_time(end) / 1000
-    assert isinstance(start, float) and isinstance(end, float)
-    return end - start
 
 
 def _row_slices(rank_plan: RankPlan, action: Action) -> tuple[RowSlice, ...]:

@@ -100,9 +100,7 @@ def bind_plan(
     A rank is in one pipeline of the plan, or in none; then it has no stages and no actions.
 
     Args:
-        plan: valid.
         transport: this rank's; its world is the plan's.
-        device: of the local tensors.
         check: compare the plan's hash with that of all other ranks; one all-gather of 32 bytes.
         prepare: called with every context of this rank, to do the model's index work before the first layer
             (`ModelAdapter.prepare`); None: the first layer of a round does it.

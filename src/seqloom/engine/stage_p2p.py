@@ -71,8 +71,6 @@ class StageBoundary:
         """Return what comes from the previous stage and what goes to the next one in a round.
 
         Args:
-            stage: one of this rank.
-            round_index: in the pipeline.
             tokens: of this rank on the stage.
         """
         last = len(self._pipeline.stages) - 1
@@ -155,9 +153,7 @@ def row_slices(
 
     Args:
         source, target: of a stage and of the next one.
-        rank: the one asked for.
         sends: what it sends from its rows of the source; else what it receives for its rows of the target.
-        device: of the rows.
     """
     held = source if sends else target
     peers, starts, lengths = rows_of_move(move_between(source, target), held, rank, sends=sends)
@@ -213,11 +209,8 @@ class StageP2P:
         """Start with nothing sent.
 
         Args:
-            transport: this rank's; its channels are connected.
             empty_hidden_states: allocates the hidden states of so many tokens, see `Parameters.empty_hidden_states`.
             receives: all RECVs of the row, in its order.
-            progress: notes what is waited for.
-            ahead: see `POSTED_AHEAD`.
         """
         self._transport, self._empty, self._progress = transport, empty_hidden_states, progress
         self._receives = deque(receives)
@@ -320,7 +313,6 @@ class Progress:
 
         Args:
             pipeline: the one that the rank is in; None: it is in none.
-            rank: this one.
             name: of the pipeline, where there are several.
         """
         self._rows, self._rank, self._name = () if pipeline is None else pipeline.actions, rank, name
@@ -338,7 +330,6 @@ class Progress:
         """Note that a message is waited for; an error in the block gets the report.
 
         Args:
-            action: the SEND or RECV of the message.
             peer: its sender; None: it was sent by this rank.
         """
         self._awaited = (action, peer)

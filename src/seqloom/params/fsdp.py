@@ -63,12 +63,10 @@ class FSDPParameters(Parameters):
         Args:
             adapter: of the model, on the device where it will run; or with `deferred` values, read layer by layer.
             transport: over torch.distributed; all its ranks.
-            sharding: over which ranks.
             node_size: ranks of a node; hybrid needs it.
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
             keep_gathered: keep layers gathered from forward to backward: more memory, one gather less.
-            chunk: as in `summed_loss`.
         """
         parameters = list(adapter.module.parameters())
         device, dtype = device_of(adapter, parameters), param_dtype or cast("torch.Tensor", adapter.head.weight).dtype

@@ -42,9 +42,6 @@ class Parameters(ABC):
         """Store what all implementations need.
 
         Args:
-            adapter: of the model.
-            dtype: that layers compute in.
-            device: of all tensors.
             chunk, head_gradients: as in `summed_loss`.
         """
         self._adapter, self._dtype, self._device, self._head_gradients = adapter, dtype, device, head_gradients
@@ -81,7 +78,6 @@ class Parameters(ABC):
         """Run a stage forward.
 
         Args:
-            layers: of the stage.
             inputs: token ids int64[tokens] for a stage with the embedding, else hidden states [tokens, hidden].
             labels: int64[tokens] for a stage with the head, else None.
             context: of the round, on this stage.
@@ -151,7 +147,6 @@ class ReplicatedParameters(Parameters):
         Args:
             adapter: of the model, which computes and accumulates gradients in the dtype of its parameters.
             transport: this rank's. Its family has the block of all ranks.
-            chunk: as in `summed_loss`.
         """
         adapter.materialize()
         head = cast("torch.Tensor", adapter.head.weight)

@@ -87,10 +87,8 @@ class PipelineFSDP(Parameters):
             adapter: of the model, on the device where it will run, or with `deferred` values, read one at a time;
                 parameters that this rank does not hold may be on "meta".
             transport: over torch.distributed; all its ranks.
-            placement: who holds what.
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
-            chunk: as in `summed_loss`.
         """
         check_job(transport)
         ranks = placement.mesh(transport.ranks)

@@ -17,7 +17,7 @@ from torch import nn
 
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter, to_meta
-from seqloom.plan import LayerRange, Plan, Sharding, Stage
+from seqloom.plan import LayerRange, Sharding, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,6 @@ class Placement:
     stages: tuple[Stage, ...]
     sharding: Sharding
     node_size: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> Placement:
-        """Return where a plan runs the layers; other plans with the same stages can follow it."""
-        if len(plan.pipelines) != 1:
-            raise SeqloomError(
-                f"{len(plan.pipelines)} pipelines side by side: parameters are placed for one; plan with one pipeline"
-            )
-        return cls(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size)
 
     @property
     def ranks_by_pp_rank(self) -> tuple[tuple[int, ...], ...]:
@@ -143,7 +134,6 @@ def replace_parameters(module: nn.Module, new: Mapping[int, nn.Parameter]) -> No
     """Replace parameters wherever they are in a module: tied ones stay tied.
 
     Args:
-        module: whose parameters they are.
         new: {id of the old parameter: new parameter}.
     """
     for owner in module.modules():

@@ -84,7 +84,6 @@ class ReshardingParameters(Parameters):
             transport: this rank's; where torch.distributed runs, all ranks of the job.
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
-            chunk: as in `summed_loss`.
         """
         parameters = list(adapter.module.parameters())
         device = device_of(adapter, parameters)
@@ -304,9 +303,7 @@ class GradReduce:
         """Start a step.
 
         Args:
-            resharder: of the trained weights.
             pop_gradients: hands over the gradients of weights; those without one are left out.
-            dtype: in which they travel.
             buckets_by_stage: with weights of each stage of this rank.
         """
         self._resharder, self._pop_gradients, self._dtype = resharder, pop_gradients, dtype
@@ -375,7 +372,6 @@ class ReshardedStages:
         Args:
             resharders: see `PlanResharders.by_stage`.
             shards: this rank's rows, by weight; to be filled before the first round.
-            copies: what layers compute with.
         """
         self._resharders, self._shards, self._copies = resharders, shards, copies
         self._weights_of = {
@@ -438,7 +434,6 @@ class ReshardedStages:
         """Sum what a stage has of gradients into those of the shards. All ranks that share it call it.
 
         Args:
-            layers: of a stage of this rank.
             deferred: weights may have got gradients after the backward.
         """
         if layers not in self._resharders or not (deferred or layers in self._unreduced):
@@ -502,12 +497,8 @@ class PlanResharders:
         """Do the index work of a plan's stages.
 
         Args:
-            plan: whose stages count.
             resharded: stages that reshard every round.
-            weights: of the model.
-            trained: those with a gradient.
             transport: this rank's. What is in flight for a whole step uses its background exchanges.
-            device: of all tensors.
         """
         home = optimiser_layout(weights, transport.ranks)
         compute = compute_layout(weights, plan.pipelines)

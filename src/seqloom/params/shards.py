@@ -65,9 +65,7 @@ class ComputeCopies:
         """Replace a module's parameters by copies without memory.
 
         Args:
-            module: of the model.
             dtype: of the copies; None: that of the parameters. Gradients add up in float32 or wider.
-            shapes: of the full parameters.
         """
         self._shapes = shapes
         self._not_owned: set[int] = set()  # copies in the masters' memory, or whose memory comes and goes
@@ -154,7 +152,6 @@ class OptimizerShards:
         Args:
             adapter: of the model; the same values on all ranks.
             transport: where torch.distributed runs, all ranks of the job.
-            device: of the parameters.
         """
         self._transport, self._device, self._mesh = transport, device, None
         if dist.is_initialized():

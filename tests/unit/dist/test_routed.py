@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.dist.routed import Buffer, RoutedTransfer, start_routed
+from seqloom.dist.routed import Buffer, RoutedHandle, RoutedTransfer
 from seqloom.dist.threads import run_ranks
 from seqloom.layout import Move, Route
 from support.transports import CountingTransport
@@ -39,7 +39,7 @@ def deliver(move, route, *, strict=True, ranks=RANKS):
             runs = zip(move.start[own].tolist(), move.stop[own].tolist(), strict=True)
             expected[item] = torch.cat([message(item, length)[start:stop] for start, stop in runs])
             wanted[item] = torch.empty_like(expected[item])
-        start_routed(transfer, counting, sent, wanted, unit=UNIT, device=CPU).wait()
+        RoutedHandle(transfer, counting, sent, wanted, unit=UNIT, device=CPU).wait()
         return wanted, expected, [counting.bytes_to(peer) for peer in range(ranks)]
 
     return run_ranks(ranks, body, strict=strict)
@@ -96,7 +96,7 @@ def test_what_goes_wrong_in_a_step_is_raised_by_wait():
         def wait(self):
             raise ConnectionError("the cable is cut")
 
-    handle = start_routed(RoutedTransfer.of(move, route, NODE, 1), Broken(), {}, {}, unit=4, device=CPU)
+    handle = RoutedHandle(RoutedTransfer.of(move, route, NODE, 1), Broken(), {}, {}, unit=4, device=CPU)
     with pytest.raises(ConnectionError, match="cable"):
         handle.wait()
 
@@ -104,4 +104,4 @@ def test_what_goes_wrong_in_a_step_is_raised_by_wait():
 def test_a_rank_outside_sends_nothing():
     transfer = RoutedTransfer.of(move_of((0, 4, 0, 0, 8)), Route((1, 5)), NODE, 3)
     nowhere = None  # whoever sends or receives anything fails
-    assert start_routed(transfer, nowhere, {}, {}, unit=4, device=CPU).wait() is None
+    assert RoutedHandle(transfer, nowhere, {}, {}, unit=4, device=CPU).wait() is None

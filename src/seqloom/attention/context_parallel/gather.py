@@ -35,9 +35,7 @@ class Gather(ContextParallelAttention):
     """One rank's part of a gather.
 
     Attributes:
-        transport: of this rank.
-        ranks: of the ring, by ring index.
-        index: of this rank.
+        ranks, index: of the ring, and of this rank in it.
         sends: rows of the own buffer that every ring index wants.
         counts: rows that come from every ring index, the own ones too.
         order: sorts the received rows by document and position; None: they are sorted.

@@ -73,7 +73,6 @@ class UlyssesExchange:
     """One rank's part of the all-to-all.
 
     Attributes:
-        transport: of this rank.
         block: ranks that exchange. A run of them has a communicator; those of one weight slice of several TP groups
             have none.
         index: of this rank in the block.
@@ -94,11 +93,7 @@ class UlyssesExchange:
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Exchange q, k, v (or one tensor of query heads alone): all heads of own rows for own heads of all rows.
 
-        Args:
-            tensors: q [own rows, heads, dim], then k and v [own rows, kv heads, dim].
-
-        Returns:
-            The same with [all rows, own heads, dim]; views of one buffer.
+        Tensors [own rows, heads or kv heads, dim] become [all rows, own heads, dim], views of one buffer.
         """
         ranges = (self.split.query, self.split.kv, self.split.kv)[: len(tensors)]
         rows, dim = self.counts[self.index], tensors[0].shape[2]
@@ -127,15 +122,9 @@ class UlyssesExchange:
     def gradients_to_tokens(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exchange gradients in `dtype`. Those of a kv head on several ranks are summed in float32, then rounded.
+        """Exchange gradients [all rows, own heads or kv heads, dim] for [own rows, all of them, dim], in `dtype`.
 
-        Args:
-            dq: [all rows, own heads, dim].
-            dk, dv: [all rows, own kv heads, dim].
-            dtype: of the messages and of the result.
-
-        Returns:
-            dq [own rows, heads, dim], dk and dv [own rows, kv heads, dim].
+        Those of a kv head on several ranks are summed in float32, then rounded.
         """
         heads, kv_heads = dq.shape[1], dk.shape[1]
         fused = dq.new_empty((len(dq), heads + 2 * kv_heads, dq.shape[2]), dtype=dtype)
@@ -154,8 +143,7 @@ class UlyssesExchange:
     def _return_rows(self, tensor: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Send every rank its rows of `tensor` [all rows, own width, dim].
 
-        Returns:
-            The received elements, flat, and as [own rows, width, dim] of every rank (none when heads are even).
+        Returns the received elements, flat, and as [own rows, width, dim] of every rank (none when heads are even).
         """
         if self.inverse_order is not None:
             tensor = tensor.index_select(0, self.inverse_order)
