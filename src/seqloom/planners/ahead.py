@@ -114,7 +114,6 @@ class PlanAhead:
         self.close()
 
     def _receive_until(self, step: int, deadline_ns: int) -> None:
-        """Receive answers until that of a step is there or time is up."""
         while step not in self._answers:
             left_s = (deadline_ns - time.monotonic_ns()) / 1e9
             try:

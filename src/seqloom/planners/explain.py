@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.cost.resharding import unshard_times_by_stage
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, Plan, StageMicroBatch
+from seqloom.plan import Plan, StageMicroBatch
 from seqloom.simulate import simulate
 
 ZONES = ("inter-node", "intra-node", "local")
@@ -151,7 +151,9 @@ def _priced_documents(
     work: StageMicroBatch, policy: MemoryPolicy, round_ns: int, cost: CostModel
 ) -> Iterator[DocumentClass]:
     """Every span of a round as a class of its own: where it is, and what it costs there and elsewhere."""
-    spans = [(span.tokens, _shape_of(group), group) for group in work.groups for span in group.spans]
+    shapes_of = [GroupShape(g.ulysses, g.ring, g.method, g.route is not None) for g in work.groups]
+    grouped = zip(work.groups, shapes_of, strict=True)
+    spans = [(span.tokens, shape, group) for group, shape in grouped for span in group.spans]
     used = {shape for _, shape, _ in spans}
     shapes = tuple(dict.fromkeys([SINGLE_RANK, *cost.shapes, *sorted(used - set(cost.shapes))]))
     tables = cost.tables(np.array([tokens for tokens, _, _ in spans]), policy, shapes)
@@ -170,10 +172,6 @@ def _priced_documents(
         key = PlacementKey(tokens.bit_length() - 1, zone, shape, remapped, reason)
         other, other_ns = ("", None) if best is None else (str(shapes[best]), int(rank_ns[best, k]))
         yield DocumentClass(key, 1, tokens, tokens, int(rank_ns[own, k]), int(rank_ns[0, k]), other, other_ns)
-
-
-def _shape_of(group: Group) -> GroupShape:
-    return GroupShape(group.ulysses, group.ring, group.method, group.route is not None)
 
 
 def cut_thresholds(cost: CostModel, policy: MemoryPolicy, round_ns: int, break_even: float) -> CutThresholds:

@@ -304,7 +304,6 @@ class FlexSearch:
             self.bisect(bound, params, 3)
 
     def _limits_taken(self) -> np.ndarray:
-        """The limit index of every round of the last decoding."""
         return self.rounds.limit_index[: max(1, self.rounds.count[1])].copy()
 
 

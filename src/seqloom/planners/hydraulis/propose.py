@@ -224,8 +224,7 @@ class Candidates:
     """Candidate strategies and their times on sample steps."""
 
     def __init__(self, samples: Sequence[np.ndarray], costs: ConfigCosts, ranks: int, node_size: int) -> None:
-        """Sort every sample, longest first."""
-        self.samples = [np.sort(sample)[::-1] for sample in samples]
+        self.samples = [np.sort(sample)[::-1] for sample in samples]  # longest first
         self.costs, self.ranks, self.node_size = costs, ranks, node_size
         self.strategies: list[Strategy] = []
         self.times: list[np.ndarray] = []

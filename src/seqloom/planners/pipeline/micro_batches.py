@@ -189,7 +189,6 @@ def _pack(
 
 
 def _groups(costs: DocumentCosts, documents: dict[tuple[int, int], list[int]]) -> StageGroups:
-    """Groups of a micro-batch by offset."""
     return tuple(
         StageGroup(costs.shapes[shape], at, tuple(Span(k, 0, int(costs.lengths[k])) for k in sorted(members)))
         for (shape, at), members in sorted(documents.items(), key=lambda item: (item[0][1], item[0][0]))

@@ -71,7 +71,6 @@ class MicroBatchCosts:
         lengths: np.ndarray,
         policies: Sequence[ActivationPolicy],
     ) -> None:
-        """Place all micro-batches on the ranks of the first stage."""
         self.cost, self.layout, self.micro_batches, self.lengths = cost, layout, micro_batches, lengths
         self.policies = tuple(policies)
         placed = [stage_micro_batch(cost, layout, groups, 0, self.policies[0]) for groups in micro_batches.groups]

@@ -160,11 +160,6 @@ class RankLoads:
     groups: dict[int, list[Ranks]] = field(default_factory=dict)  # Index of a shape -> the ranks of each group of it
     unplaced: list[int] = field(default_factory=list)  # Documents that found no room
 
-    @classmethod
-    def empty(cls, begin: list[int], capacity: int) -> RankLoads:
-        """A round without documents; rank i is free from ``begin[i]`` on."""
-        return cls(list(begin), [capacity] * len(begin), [[] for _ in begin])
-
     def place(self, cut: Cut, document: int, tokens: int) -> None:
         """Cut a document over ranks."""
         key = cut.ranks, cut.shape
@@ -198,7 +193,7 @@ class Cut(NamedTuple):
 
 def fill_round(prices: ZonePrices, documents: Sequence[int], begin: list[int], target: FillTarget) -> RankLoads:
     """Place the documents of one round, which come by falling time; rank i is free from ``begin[i]`` ns on."""
-    loads = RankLoads.empty(begin, prices.capacity)
+    loads = RankLoads(list(begin), [prices.capacity] * len(begin), [[] for _ in begin])
     tokens, whole = prices.tokens_list, prices.whole_ns_list
     cut, rest = [], []
     for at, k in enumerate(documents):
