@@ -176,15 +176,12 @@ class _Run:
             self._p2p.send(action, _row_slices(self._rank_plan, action))
         elif kind in (RECV_F, RECV_B):
             self._p2p.receive(action)
-        elif action.round is None or self._reshards_per_round(kind):  # a round's backward has reduced its gradients
+        elif action.round is None or (kind != REDUCE and self._rank_plan.plan.sharding == Sharding.FREE):
+            # Actions of a round: its backward has reduced the gradients, and fixed layouts stay gathered for the step.
             run = {UNSHARD: parameters.unshard, REDUCE: parameters.reduce, RESHARD: parameters.reshard}[kind]
             with self._timer.measure(kind.value):
                 for first in self._rank_plan.stages[action.stage][:1]:
                     run(first.layers)
-
-    def _reshards_per_round(self, kind: ActionKind) -> bool:
-        """Whether an action of a round gathers or frees parameters; fixed layouts keep theirs for the step."""
-        return kind in (UNSHARD, RESHARD) and self._rank_plan.plan.sharding == Sharding.FREE
 
     def _forward(self, action: Action) -> None:
         microbatch = self._rank_plan.microbatch(action)
@@ -343,17 +340,9 @@ class Offload:
 
     def fetch(self, device: torch.device) -> None:
         """Copy everything back to the device, in the order of the current stream."""
-        if device.type == "cpu":
-            return
-        stream, current = self._stream or torch.cuda.current_stream(), torch.cuda.current_stream()
-        fetched = [torch.empty_like(each, device=device) for each in self._tensors]
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for target, source in zip(fetched, self._tensors, strict=True):
-                target.copy_(source, non_blocking=True)
-                target.record_stream(stream)
-        current.wait_stream(stream)
-        self._tensors = fetched
+        if device.type == "cuda":
+            self._tensors = self._copies(self._tensors, device)
+            torch.cuda.current_stream().wait_stream(self._stream or torch.cuda.current_stream())
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | int:
         origin = tensor if tensor._base is None else tensor._base
@@ -374,15 +363,17 @@ class Offload:
         return self._tensors[packed] if isinstance(packed, int) else packed
 
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not any(each.is_cuda for each in tensors):
-            return tensors
-        stream, copies = self._stream or torch.cuda.current_stream(), []
+        return self._copies(tensors, torch.device("cpu")) if any(each.is_cuda for each in tensors) else tensors
+
+    def _copies(self, tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """Copy tensors from a GPU to pinned memory, or back, behind what the current stream was given so far."""
+        stream, to_host = self._stream or torch.cuda.current_stream(), device.type == "cpu"
+        copies = [torch.empty_like(each, device=device, pin_memory=to_host) for each in tensors]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for each in tensors:
-                copies.append(torch.empty_like(each, device="cpu", pin_memory=True))
-                copies[-1].copy_(each, non_blocking=True)
-                each.record_stream(stream)  # the allocator does not reuse its memory before the copy is done
+            for source, target in zip(tensors, copies, strict=True):
+                target.copy_(source, non_blocking=True)
+                (source if to_host else target).record_stream(stream)  # not reused before the copy is done
         return copies
 
 

@@ -46,7 +46,6 @@ class RowSlice(NamedTuple):
     Attributes:
         peer: this rank itself where the next stage is on the same ranks and needs them here.
         rows: a run of them, or an index int64[tokens].
-        tokens: how many.
     """
 
     peer: int

@@ -46,7 +46,7 @@ from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
-from seqloom.params.interface import Parameters, device_of, reduce_dtype
+from seqloom.params.interface import Parameters, device_of, local_tensor, reduce_dtype, squared_norm
 from seqloom.params.shards import ComputeCopies, OptimizerShards, weights_of
 from seqloom.plan import ActionKind, LayerRange, Plan, Sharding, Stage
 from seqloom.plan.parameter_layout import (
@@ -190,15 +190,20 @@ class ReshardingParameters(Parameters):
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`."""
-        return self._masters.gradient_norm()
+        squares = squared_norm(self.master_weights().values()).to(self._device)
+        self._transport.all_reduce(squares, tuple(range(self._transport.ranks)))
+        return squares.sqrt()
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_gradients`."""
-        yield from self._masters.full_gradients()
+        for index, master in enumerate(self._masters.parameters):
+            if master.grad is not None:
+                yield self._masters.names[index], self._masters.gather(index, local_tensor(master.grad))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`."""
-        yield from self._masters.full_values()
+        for index, rows in self._masters.rows.items():
+            yield self._masters.names[index], self._masters.gather(index, rows)
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; DTensors where torch.distributed runs."""
