@@ -459,8 +459,7 @@ def index_buckets(
 ) -> tuple[BucketIndex, ...]:
     """Compute a rank's part of every bucket, as columns of numbers: one rank of a thousand has 100,000 pieces.
 
-    Args:
-        move: at least what the rank sends and receives; two axes.
+    The move has two axes, and at least what the rank sends and receives between its source and target boxes.
     """
     last = max([int(move.item.max(initial=0)), *(max(bucket, default=0) for bucket in buckets)])
     number = np.full(last + 1, -1)

@@ -127,7 +127,6 @@ class Context:
         """Do the index work of a rank's groups; see `bind`.
 
         Args:
-            work, transport, node_size, pieces, kv_cache, tp_group: see the class.
             blocks: who holds what in the block of this rank, of every group that it is in.
             redistribute: from the linear to the attention layout; None where these are the same.
         """

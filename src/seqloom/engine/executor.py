@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from seqloom.dist import Context
-from seqloom.engine.rank_plan import RankMicroBatch, RankPlan
+from seqloom.engine.rank_plan import RankPlan
 from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Receive, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import valid_tokens
@@ -185,13 +185,19 @@ class _Run:
 
     def _forward(self, action: Action) -> None:
         microbatch = self._rank_plan.microbatch(action)
-        layers, context = microbatch.layers, microbatch.context
+        layers, context, parameters = microbatch.layers, microbatch.context, self._parameters
+        offloads = microbatch.offload and self._training
         assert context is not None  # actions of skipped rounds are left out
         ids, labels = self._read(context, microbatch.round) if layers.has_embedding or layers.has_head else (None, None)
         inputs = ids if layers.has_embedding else self._receive(Action(action.stage, RECV_F, action.round))
         assert inputs is not None
         with self._timer.measure(F.value):
-            state = self._new_state(microbatch, inputs, labels)
+            state = MicrobatchState(
+                lambda x: parameters.forward(layers, x, labels, context),
+                inputs,
+                recompute=microbatch.checkpoint == Checkpoint.STAGE,
+                offload=Offload(parameters.compute_weights(), self._offload_stream) if offloads else None,
+            )
             output = state.forward()
             if layers.has_head and labels is not None:
                 self._totals += torch.stack((output, valid_tokens(labels))).double()
@@ -227,21 +233,6 @@ class _Run:
                 f"holds {context.tokens} tokens in it; give one id and one label for every token of context.spans"
             )
         return ids, labels
-
-    def _new_state(
-        self, microbatch: RankMicroBatch, inputs: torch.Tensor, labels: torch.Tensor | None
-    ) -> MicrobatchState:
-        parameters, layers, context = self._parameters, microbatch.layers, microbatch.context
-        assert context is not None
-        offload = None
-        if microbatch.offload and self._training:
-            offload = Offload(parameters.compute_weights(), self._offload_stream)
-        return MicrobatchState(
-            lambda x: parameters.forward(layers, x, labels, context),
-            inputs,
-            recompute=microbatch.checkpoint == Checkpoint.STAGE,
-            offload=offload,
-        )
 
 
 class MicrobatchState:
