@@ -99,6 +99,7 @@ def find_strategies(entry: Entry) -> Entry:
 def find_schedule(entry: Entry) -> Entry:
     """Build a pipeline schedule by its name; digest its table and figures."""
     from seqloom.schedules import build_schedule
+    from seqloom.schedules.schedule import to_csv
     from seqloom.schedules.timing import schedule_metrics
 
     memory = entry.get("memory")
@@ -113,7 +114,7 @@ def find_schedule(entry: Entry) -> Entry:
     )
     found = schedule_metrics(made, *map(Fraction, entry.get("times", (1, 1, 1))))
     return {
-        "hash": _digest([made.to_csv().encode()]),
+        "hash": _digest([to_csv(made.rows).encode()]),
         "bubble": found.bubble,
         "makespan": found.step_time,
         "peak_memory": found.peak_memory,

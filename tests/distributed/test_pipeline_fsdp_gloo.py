@@ -21,6 +21,7 @@ from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.checkpoint import Checkpoints, Manifest
 from seqloom.train.config import Optimiser
 from seqloom.train.optim import make_optimiser, state_by_name
+from support.held_memory import waiting_units
 from support.runs import latest_checkpoint
 from support.scheduled import fixed_step
 from support.steps import Found, Step, tiny_spec
@@ -89,7 +90,7 @@ def run_units(transport, step, placement, parameters, weights=None):
                 kept[stage - 1, number] = given.grad
             elif stage:
                 sent.append((given, dist.isend(given.grad, peer(stage - 1))))
-    for key in weights.waiting if weights is not None else ():
+    for key in waiting_units(weights) if weights is not None else ():
         weights.run(key)
     for _, handle in sent:
         handle.wait()

@@ -182,8 +182,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     """Run the forward of a planned call, outside of autograd.
 
-    Returns:
-        out [tokens, heads, dim], lse [heads, tokens] if asked for, and what the backward of every group needs.
+    Returns out [tokens, heads, dim], lse [heads, tokens] if asked for, and what the backward of every group needs.
     """
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     redistribute, saved_attention = context.attention_redistribute, cast("SavedAttention", context.saved_attention)
@@ -234,7 +233,7 @@ def _forward_groups(
         saved = Saved(q, k, v, _as(out, q.dtype), lse)
         return saved.out, lse if with_lse else None, [saved]
     inputs = [(q, k, v)] if len(groups) == 1 else [tuple(take(x, group.rows) for x in (q, k, v)) for group in groups]
-    queue = OverlapQueue(lambda task: _runs(groups[task.group]).forward(task.run, *inputs[task.group]))
+    queue = OverlapQueue(lambda task: _runs(groups[task.group]).forward_runs[task.run].forward(*inputs[task.group]))
     if len(groups) == 1:
         out, saved = _forward_group(groups, 0, inputs[0], queue)
         return out, _local_lse(groups[0], saved) if with_lse else None, [saved]
@@ -280,7 +279,7 @@ def _backward_groups(dout: torch.Tensor, saved: list[Saved], groups: Groups) -> 
         return _as(dq, dout.dtype), _as(dk, dout.dtype), _as(dv, dout.dtype)
     douts = [dout] if len(groups) == 1 else [take(dout, group.rows) for group in groups]
     queue = OverlapQueue(
-        lambda task: _runs(groups[task.group]).backward(task.run, douts[task.group], saved[task.group])
+        lambda task: _runs(groups[task.group]).backward_runs[task.run].backward(douts[task.group], saved[task.group])
     )
     if len(groups) == 1:
         return _backward_group(groups, 0, dout, saved[0], queue)

@@ -59,10 +59,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_outputs(parts: Sequence[PartialOutput], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of `rows` rows over the keys of all parts: out [rows, heads, dim], lse [heads, rows].
 
-    Args:
-        parts: at least one, of any rows.
-        rows: of the full output; a row in no part gets output 0 and lse -inf.
-        dtype: of the output.
+    There is at least one part, of any rows. A row in no part gets output 0 and lse -inf.
     """
     first = parts[0]
     lse = first.lse.new_full((len(first.lse), rows), -torch.inf)
@@ -108,12 +105,11 @@ def merge_ops(device: torch.device, dtype: torch.dtype) -> MergeOps:
 
 
 class OutputAccumulator:
-    """An attention output to which partial results over more keys are added. A single one of all rows is not copied."""
+    """The output of queries `q`, to which partial results over more keys are added. A single one is not copied."""
 
     __slots__ = ("_ops", "_parts", "_q")
 
     def __init__(self, q: torch.Tensor, ops: MergeOps) -> None:
-        """Start the output of queries [rows, heads, dim]."""
         self._q, self._ops = q, ops
         self._parts: list[PartialOutput] = []
 
@@ -137,12 +133,11 @@ class OutputAccumulator:
 
 
 class GradientAccumulator:
-    """A gradient to which partial gradients are added. A single one of all rows is not copied."""
+    """The gradient of a tensor `like`, to which partial gradients are added. A single one of all rows is not copied."""
 
     __slots__ = ("_like", "_ops", "_parts")
 
     def __init__(self, like: torch.Tensor, ops: MergeOps) -> None:
-        """Start the gradient of a tensor [rows, heads, dim]."""
         self._like, self._ops = like, ops
         self._parts: list[PartialGradient] = []
 

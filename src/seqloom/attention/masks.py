@@ -38,7 +38,6 @@ class Segments:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the columns."""
         if self.window is not None and (not self.causal or self.window < 1):
             raise SeqloomError(
                 f"window {self.window} with causal={self.causal}: a window counts back from the query and needs at "
@@ -65,7 +64,6 @@ class Segments:
         return cls(start, stop, start, stop, np.zeros_like(start), causal=causal, window=window)
 
     def __len__(self) -> int:
-        """Number of segments."""
         return len(self.q_start)
 
     @property

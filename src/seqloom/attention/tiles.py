@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved
+from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved, device_rows
 from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.masks import Segments
-from seqloom.dist.rows import expand_runs, on_device, slice_or_index
+from seqloom.dist.rows import RowIndex, expand_runs, on_device
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group
 
@@ -151,29 +151,33 @@ class GatherSchedule(NamedTuple):
 
     Attributes:
         sends: rows of the own buffer that every index wants.
-        counts: rows that arrive from every index.
+        counts: rows that arrive from every index, the own ones too.
         order: int64[sum of counts], sorts the received rows by document and position; None when they are sorted.
         tiles: over the own queries and the sorted keys.
     """
 
-    sends: tuple[slice | np.ndarray, ...]
+    sends: tuple[RowIndex, ...]
     counts: tuple[int, ...]
-    order: np.ndarray | None
+    order: torch.Tensor | None
     tiles: tuple[Tile, ...]
 
 
-def gather_schedule(chunks: Sequence[ZigzagChunks], index: int, *, causal: bool, window: int | None) -> GatherSchedule:
+def gather_schedule(
+    chunks: Sequence[ZigzagChunks], index: int, device: torch.device, *, causal: bool, window: int | None
+) -> GatherSchedule:
     """Return what ring index `index` sends, receives and computes when keys are gathered; `chunks` are those of all."""
     own = chunks[index]
     sends = []
     for other in chunks:
         _, _, row, length = _visible_keys(_visible_positions(other, causal, window), own)
-        sends.append(slice_or_index(row, length))
+        sends.append(device_rows(row, row + length, device))
     parts = [_visible_keys(_visible_positions(own, causal, window), other) for other in chunks]
     document, position, _, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     arrived = np.cumsum(length) - length
     sort = np.lexsort((position, document))
-    order = None if np.array_equal(sort, np.arange(len(sort))) else expand_runs(arrived[sort], length[sort])
+    order = None
+    if not np.array_equal(sort, np.arange(len(sort))):
+        order = on_device(expand_runs(arrived[sort], length[sort]), device)
     counts = tuple(int(part[3].sum()) for part in parts)
     return GatherSchedule(tuple(sends), counts, order, _gather_tiles(own, causal, window))
 
@@ -279,6 +283,15 @@ class PreparedTile:
     queries: slice
     keys: slice
 
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse) of the tile's query rows."""
+        return self.prepared.forward(q[self.queries], k[self.keys], v[self.keys])
+
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """Return dq of the tile's query rows, dk and dv of its key rows."""
+        (q, k, v, out, lse), rows, keys = saved, self.queries, self.keys
+        return self.prepared.backward(dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows]))
+
 
 def prepare(kernel: Kernel, segments: Segments, heads: LocalHeads) -> PreparedAttention:
     """Have a kernel prepare segments; refuse those it does not support."""
@@ -297,7 +310,7 @@ def prepare(kernel: Kernel, segments: Segments, heads: LocalHeads) -> PreparedAt
 
 
 def prepare_tiles(kernel: Kernel, tiles: Iterable[Tile], heads: LocalHeads) -> tuple[PreparedTile, ...]:
-    """Have a kernel prepare tiles."""
+    """Have a kernel prepare tiles; see `prepare`."""
     return tuple(PreparedTile(prepare(kernel, tile.segments, heads), tile.queries, tile.keys) for tile in tiles)
 
 
@@ -331,18 +344,13 @@ class RepeatedKV:
 
 
 def forward_tiles(tiles: Sequence[PreparedTile], total: OutputAccumulator, q: torch.Tensor, kv: torch.Tensor) -> None:
-    """Run the forward of tiles and merge their results into `total`.
+    """Run the forward of tiles over the rows of `q` and `kv`, and merge their results into `total`.
 
-    Args:
-        tiles: over the rows of `q` and `kv`.
-        total: output of the rows of `q`.
-        q: [rows, heads, dim].
-        kv: [key rows, 2 * kv heads, dim], keys before values.
+    `kv` is [key rows, 2 * kv heads, dim], keys before values.
     """
     k, v = kv.tensor_split(2, dim=1)
     for tile in tiles:
-        out, lse = tile.prepared.forward(q[tile.queries], k[tile.keys], v[tile.keys])
-        total.add(tile.queries, out, lse)
+        total.add(tile.queries, *tile.forward(q, k, v))
 
 
 KeyGradient = tuple[slice, torch.Tensor, torch.Tensor]
@@ -354,20 +362,13 @@ def backward_tiles(
 ) -> list[KeyGradient]:
     """Run the backward of tiles: add to `dq` and return the gradients of their keys.
 
-    Args:
-        tiles: over the rows of the queries and of `kv`.
-        dout: [rows, heads, dim].
-        saved: of the queries; its own keys and values are not used.
-        kv: [key rows, 2 * kv heads, dim], keys before values.
-        dq: gradient of the queries so far.
+    Keys and values are those of `kv` [key rows, 2 * kv heads, dim], not those of `saved`.
     """
-    gradients = []
+    k, v = kv.tensor_split(2, dim=1)
+    saved, gradients = saved._replace(k=k, v=v), []
     for tile in tiles:
-        rows = tile.queries
-        k, v = kv[tile.keys].tensor_split(2, dim=1)
-        part = Saved(saved.q[rows], k, v, saved.out[rows], saved.lse[:, rows])
-        tile_dq, dk, dv = tile.prepared.backward(dout[rows], part)
-        dq.add(rows, tile_dq)
+        tile_dq, dk, dv = tile.backward(dout, saved)
+        dq.add(tile.queries, tile_dq)
         gradients.append((tile.keys, dk, dv))
     return gradients
 

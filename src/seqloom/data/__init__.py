@@ -2,7 +2,7 @@
 
 from seqloom.data.megatron import MegatronSource
 from seqloom.data.prepare import PrepareCounts, PrepareResult, RecordFields, Tokenizer, load_tokenizer, prepare
-from seqloom.data.sampler import Batch, PackedBatches, Sampler, rank_rows
+from seqloom.data.sampler import Batch, Sampler, rank_rows
 from seqloom.data.source import IGNORE_INDEX, LengthLimitedSource, Source
 from seqloom.data.store import StoreWriter, TokenStore, open_source
 
@@ -11,7 +11,6 @@ __all__ = [
     "Batch",
     "LengthLimitedSource",
     "MegatronSource",
-    "PackedBatches",
     "PrepareCounts",
     "PrepareResult",
     "RecordFields",

@@ -34,7 +34,7 @@ CHUNK = 1 << 20
 RECORD_OVERHEAD = 64
 """Characters that a record counts on top of its own, so that empty ones fill a chunk too."""
 BYTES = "bytes"
-"""Name of the tokenizer that needs no file."""
+"""Name of the tokenizer that needs no file: ids 0 .. 255 are the bytes of UTF-8, 256 ends a document."""
 PROBES = 300
 """Words of a vocabulary tried as a text to find a tokenizer's begin and end; the first ones may be special."""
 
@@ -48,19 +48,17 @@ TextUnit = Literal["line", "file"]
 class Tokenizer:
     """Text to ids. A document is `begin`, the ids of its text, `end`."""
 
-    encode: Callable[[Sequence[str]], list[np.ndarray]]
-    """Returns the ids of every text, without `begin` and `end`; integers[n] each."""
+    encode: Callable[[Sequence[str]], list[np.ndarray]]  # ids of every text alone, integers[n] each
     vocabulary: int  # ids are below this
     begin: tuple[int, ...]
     end: tuple[int, ...]
-    metadata: dict[str, Any]
-    """The entry of meta.json: kind, name, digest, begin and end. Equal for equal tokenizers."""
+    metadata: dict[str, Any]  # entry of meta.json: kind, name, digest, begin, end; equal for equal tokenizers
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """Load a tokenizer by name: `bytes`, the path of a tokenizer.json, or of a Hugging Face folder."""
     if str(name) == BYTES:
-        return _byte_tokenizer()
+        return Tokenizer(_encode_bytes, 257, (), (256,), {"kind": "bytes", "begin": [], "end": [256]})
     path = Path(name)
     if path.is_dir():
         return _load_folder(path)
@@ -72,13 +70,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     )
 
 
-def _byte_tokenizer() -> Tokenizer:
-    """Ids 0 .. 255 are the bytes of UTF-8, 256 ends a document."""
-
-    def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
-
-    return Tokenizer(encode, 257, (), (256,), {"kind": "bytes", "begin": [], "end": [256]})
+def _encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:
+    return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
 
 def _load_json(path: Path) -> Tokenizer:
@@ -98,10 +91,7 @@ def _load_json(path: Path) -> Tokenizer:
 
 
 def _load_folder(path: Path) -> Tokenizer:
-    """Load a Hugging Face tokenizer folder by transformers; no code of the folder is run.
-
-    Where its template puts nothing after a text, `end` is its end-of-sequence token.
-    """
+    """Load a Hugging Face tokenizer folder by transformers; no code of the folder is run."""
     way_out = ", or name a tokenizer.json"
     transformers = import_extra(f"tokenizer folder {str(path)!r}", "hf", "transformers", otherwise=way_out)
     try:
@@ -127,15 +117,10 @@ def _trained_tokenizer(
     content: str,
     eos: int | None = None,
 ) -> Tokenizer:
-    """Wrap a tokenizer of another package, read from `path`.
+    """Wrap a tokenizer of another package (`kind`); `content` is everything that decides about ids, as text.
 
-    Args:
-        kind: the package.
-        path: file or folder.
-        encode: encode(texts, special) -> the ids of every text, with or without special ones.
-        words: the vocabulary.
-        content: everything that decides about ids, as text.
-        eos: id that ends a document where the tokenizer's own template has none.
+    `encode(texts, special)` returns the ids of every text, with or without special ones. `eos` ends a document where
+    the tokenizer's own template puts nothing after a text.
     """
     if not words:
         raise SeqloomError(f"tokenizer {str(path)!r} has an empty vocabulary; pass a trained one")
@@ -216,26 +201,20 @@ class RecordFields:
     def detect(self, names: Iterable[str], where: str) -> RecordFormat:
         """Return the format of a file whose records have fields of these names."""
         present = list(names)
-        labels = ("labels",) if "labels" in present else ()
-        if self.text is not None:
-            formats = [RecordFormat("text", (self.text,))]
-        elif self.prompt is not None and self.answer is not None:
-            formats = [RecordFormat("prompt", (self.prompt, self.answer))]
-        elif self.ids is not None:
-            formats = [RecordFormat("ids", (self.ids, *labels))]
-        else:
-            answers = [name for name in ANSWER_FIELDS if "prompt" in present and name in present]
-            formats = [RecordFormat("prompt", ("prompt", name)) for name in answers]
-            formats += [RecordFormat("text", ("text",))] if "text" in present else []
-            formats += [RecordFormat("ids", ("input_ids", *labels))] if "input_ids" in present else []
+        given: list[Any] = [("text", (self.text,)), ("prompt", (self.prompt, self.answer)), ("ids", (self.ids,))]
+        answers = [("prompt", ("prompt", name)) for name in ANSWER_FIELDS]
+        usual: list[Any] = [("text", ("text",)), *answers, ("ids", ("input_ids",))]
+        formats = [(kind, fields) for kind, fields in given if None not in fields]
+        formats = formats or [(kind, fields) for kind, fields in usual if set(fields) <= set(present)]
         has = f"it has {', '.join(map(repr, present)) or 'none'}"
         if len(formats) != 1:
             problem = "more than one way to read its records" if formats else "no field that is known"
             raise SeqloomError(f"{where}: {problem}, {has}; name the text field, or prompt and answer, or ids")
-        missing = [name for name in formats[0].fields if name not in present]
+        [(kind, fields)] = formats
+        missing = [name for name in fields if name not in present]
         if missing:
             raise SeqloomError(f"{where}: no field {missing[0]!r}, {has}; name one of them")
-        return formats[0]
+        return RecordFormat(kind, (*fields, "labels") if kind == "ids" and "labels" in present else fields)
 
 
 def read_records(path: Path, fields: RecordFields, unit: TextUnit) -> Iterator[tuple[Record, float]]:
@@ -448,18 +427,14 @@ def _check_inputs(inputs: Iterable[str | Path]) -> list[Path]:
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, vocabulary: int | None) -> int:
-    if tokenizer is None:
-        if vocabulary is None:
-            raise SeqloomError("neither a tokenizer nor a vocabulary; name the tokenizer, or for ids their vocabulary")
-        return vocabulary
-    if vocabulary is None:
-        return tokenizer.vocabulary
-    if vocabulary < tokenizer.vocabulary:
+    ids = vocabulary if tokenizer is None else tokenizer.vocabulary
+    if ids is None:
+        raise SeqloomError("neither a tokenizer nor a vocabulary; name the tokenizer, or for ids their vocabulary")
+    if vocabulary is not None and vocabulary < ids:
         raise SeqloomError(
-            f"a vocabulary of {vocabulary:,} for a tokenizer with {tokenizer.vocabulary:,} ids; "
-            "raise it, or leave it out"
+            f"a vocabulary of {vocabulary:,} for a tokenizer with {ids:,} ids; raise it, or leave it out"
         )
-    return vocabulary
+    return ids if vocabulary is None else vocabulary
 
 
 def _chunks(
@@ -529,11 +504,11 @@ def _store(
         if too_long == "refuse":
             raise too_long_error(where, len(ids), max_length)
         counts.too_long += 1
-        length = max_length if too_long == "truncate" else 0
-        counts.tokens_lost += len(ids) - length
-        if not length:
+        if too_long == "drop":
+            counts.tokens_lost += len(ids)
             return
-        ids, mask = ids[:length], None if mask is None else mask[:length]
+        counts.tokens_lost += len(ids) - max_length
+        ids, mask = ids[:max_length], None if mask is None else mask[:max_length]
     if len(ids) < 2 or (mask is not None and not mask[1:].any()):
         counts.nothing_to_learn += 1
         return

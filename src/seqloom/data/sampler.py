@@ -51,6 +51,15 @@ class Batch:
     def __len__(self) -> int:
         return len(self.documents)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Batch):
+            return NotImplemented
+        mine, theirs = (self.documents, self.lengths, self.valid), (other.documents, other.lengths, other.valid)
+        return all(map(np.array_equal, mine, theirs))
+
+    def __hash__(self) -> int:
+        return hash(self.documents.tobytes())
+
     def __repr__(self) -> str:
         return f"Batch({len(self):,} documents, {self.tokens:,} tokens, {self.valid_tokens:,} valid)"
 
@@ -80,8 +89,7 @@ class Sampler:
             raise SeqloomError("a sampler needs documents, each of at least 1 token and with a count of valid labels")
         if sum(rule is not None for rule in (documents, tokens, packed)) != 1:
             raise SeqloomError(
-                "a batch ends after so many documents or so many tokens, or batches are packed ahead; give one of the "
-                "three"
+                "a batch has so many documents or so many tokens, or is packed ahead; give one of the three"
             )
         size = next((size for size in (documents, tokens) if size is not None), 1)
         if size < 1 or seed < 0:

@@ -21,7 +21,6 @@ import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -250,7 +249,8 @@ class StoreWriter:
             mask = np.asarray(loss_mask, dtype=bool)
             if mask.shape != ids.shape:
                 raise SeqloomError(f"{where}: a mask of {mask.size} for {len(ids)} tokens; give one each")
-            valid, ignored = int(mask[1:].sum()), _run_edges(~mask)
+            valid, edges = int(mask[1:].sum()), np.diff(~mask, prepend=False, append=False)
+            ignored = np.flatnonzero(edges).tolist()  # where runs of ignored tokens start and stop
         self._pending_ids.append(ids.astype(self._dtype))
         self._pending_tokens += len(ids)
         if self._pending_tokens >= TOKENS_PER_RECORD_BATCH:
@@ -261,9 +261,7 @@ class StoreWriter:
         self.documents, self.tokens, self.valid = self.documents + 1, self.tokens + len(ids), self.valid + valid
         self.longest = max(self.longest, len(ids))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 self._finish()
@@ -295,10 +293,7 @@ class StoreWriter:
         self._token_writer.close()
         self._index_writer.close()
         meta = StoreMetadata(
-            FORMAT,
-            VERSION,
-            self._vocabulary,
-            self._dtype.name,
+            *(FORMAT, VERSION, self._vocabulary, self._dtype.name),
             *(self.documents, self.tokens, self.valid, self.longest),
             files={TOKENS: self._token_file.sync(), INDEX: self._index_file.sync()},
             tokenizer=self._tokenizer,
@@ -348,11 +343,6 @@ def require_new_folder(path: Path) -> None:
         raise SeqloomError(f"{str(path)!r} exists; choose another folder, or remove it first")
     if not path.absolute().parent.is_dir():
         raise SeqloomError(f"{str(path)!r} needs the folder {str(path.parent)!r}, which does not exist; make it")
-
-
-def _run_edges(mask: np.ndarray) -> list[int]:
-    """Starts and stops of the runs of True, alternating."""
-    return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
 
 
 def sync_folder(folder: Path) -> None:

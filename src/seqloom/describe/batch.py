@@ -25,14 +25,11 @@ class BatchStatistics:
     """The numbers that tell how uneven a batch is; they, not the name of a data set, predict the gain."""
 
     count: int
-    """Number of sequences."""
     tokens: int
-    """Sum of lengths."""
     mean: float
-    """Tokens per sequence."""
+    """Tokens per sequence; so are median, 99th percentile and longest."""
     median: float
     p99: float
-    """99th percentile of the lengths."""
     longest: int
     cv: float
     """Coefficient of variation: standard deviation / mean."""
@@ -60,11 +57,7 @@ class Batch:
 
     @classmethod
     def of(cls, lengths: ArrayLike, ids: ArrayLike | None = None) -> Batch:
-        """Make a batch of lengths; ids are 0..n-1 unless given.
-
-        Raises:
-            SeqloomError: no sequence, a length that is not a whole number from 1 up, or an id used twice.
-        """
+        """Make a batch of lengths; ids are 0..n-1 unless given."""
         column = check_lengths(lengths, what="batch", place=lambda index: f"sequence {index}")
         return cls(np.arange(len(column)) if ids is None else np.asarray(ids), column)
 
@@ -81,8 +74,7 @@ class Batch:
     def statistics(self) -> BatchStatistics:
         """Mean, percentiles and how much of the attention work the longest sequences hold."""
         lengths = self.lengths.astype(np.float64)
-        squares = np.sort(lengths**2)
-        top = max(1, -(-len(self) // 100))
+        squares, top = np.sort(lengths**2), -(-len(self) // 100)
         mean = float(lengths.mean())
         return BatchStatistics(
             count=len(self),
@@ -128,11 +120,7 @@ class Batch:
 
 
 def drop_longer(lengths: ArrayLike, max_length: int | None) -> tuple[np.ndarray, int]:
-    """Leave out the sequences above ``max_length`` tokens (None: keep all).
-
-    Returns:
-        the kept lengths in their order, int64[k], and how many were dropped.
-    """
+    """Leave out the sequences above ``max_length`` tokens (None: keep all); return the others and how many went."""
     column = check_lengths(lengths)
     if max_length is None:
         return column, 0
@@ -146,21 +134,14 @@ def drop_longer(lengths: ArrayLike, max_length: int | None) -> tuple[np.ndarray,
 
 
 def batches_by_count(lengths: ArrayLike, size: int, *, skip: int = 0, count: int | None = None) -> Iterator[Batch]:
-    """Cut a stream of lengths into runs of ``size`` sequences, in file order; the last run may be shorter.
+    """Cut a stream of lengths into batches of ``size`` sequences, in file order; the last may be shorter.
 
-    Args:
-        lengths: the stream, int64[n].
-        size: sequences per batch.
-        skip: batches left out at the beginning.
-        count: batches wanted after those; None for all. Fewer in the stream is an error.
-
-    Returns:
-        the batches; ids are positions in the stream.
+    Ids are positions in the stream. The first ``skip`` batches are left out; then ``count`` follow, or all. Fewer in
+    the stream is an error.
     """
     column = check_lengths(lengths)
     _at_least("batch size", size, 1)
-    starts = np.arange(0, len(column), size)
-    return _runs(column, starts, skip, count)
+    return _runs(column, np.arange(0, len(column), size), skip, count)
 
 
 def batches_by_tokens(lengths: ArrayLike, budget: int, *, skip: int = 0, count: int | None = None) -> Iterator[Batch]:
@@ -174,8 +155,7 @@ def batches_by_tokens(lengths: ArrayLike, budget: int, *, skip: int = 0, count: 
     starts = [0]
     while True:
         before = int(ends[starts[-1] - 1]) if starts[-1] else 0
-        stop = int(np.searchsorted(ends, before + budget, side="right"))
-        stop = max(stop, starts[-1] + 1)
+        stop = max(int(np.searchsorted(ends, before + budget, side="right")), starts[-1] + 1)
         if stop >= len(column):
             return _runs(column, np.array(starts), skip, count)
         starts.append(stop)

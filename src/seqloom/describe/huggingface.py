@@ -98,16 +98,9 @@ _REFUSED: Mapping[str, str] = {
 
 
 def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
-    """Describe the model of a Hugging Face config.
+    """Describe the model of a Hugging Face config, the language model of a multimodal one (``text_config``).
 
-    Of a multimodal config (``text_config``) the language model is described.
-
-    Args:
-        config: content of ``config.json``.
-        name: name of the spec; ``_name_or_path`` or the model type unless given.
-
-    Raises:
-        SeqloomError: a model type or a layer that is not supported, or a key that is missing.
+    Without a ``name`` the spec is named by ``_name_or_path`` or the model type.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):

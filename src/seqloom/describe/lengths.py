@@ -99,12 +99,8 @@ def read_lengths(source: str | Path, *, column: str | None = None, tokenizer: st
 def check_lengths(values: Any, *, what: str = "lengths", place: Place = "entry {}".format) -> np.ndarray:
     """Return ``values`` as a one-dimensional int64 array of lengths, or refuse the first one that is not.
 
-    Whole numbers stored as floats are accepted, as tables with gaps often hold them; NaN is not.
-
-    Args:
-        values: anything numpy makes a one-dimensional array of; int64 arrays are returned as they are.
-        what: what the values are, for messages (a file name, for example).
-        place: place of a value, for messages.
+    Whole numbers stored as floats are accepted, as tables with gaps often hold them; NaN is not. int64 arrays are
+    returned as they are. Messages name the values by ``what`` (a file name, for example) and ``place``.
     """
     try:
         array = np.asarray(values)

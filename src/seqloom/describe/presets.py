@@ -19,14 +19,8 @@ class Presets(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, kind: str, file: str, build: Callable[[str, dict[str, Any]], T]) -> None:
-        """Args:
-        kind: what the presets are, for error messages, for example ``"cluster"``.
-        file: name of the JSON file in the package's ``presets`` folder.
-        build: turns a name and its entry of the file into the value.
-        """
-        self._kind = kind
-        self._file = file
-        self._build = build
+        """``kind`` names the presets in messages; ``build`` turns a name and its entry of the file into the value."""
+        self._kind, self._file, self._build = kind, file, build
         self._entries: dict[str, dict[str, Any]] | None = None
         self._values: dict[str, T] = {}
 

@@ -6,9 +6,9 @@ log-normal and a Pareto tail is three values inside one another. ``presets/sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -17,193 +17,114 @@ from seqloom.describe.lengths import MAX_LENGTH
 from seqloom.describe.presets import Presets
 from seqloom.errors import SeqloomError
 
-
-class Distribution(Protocol):
-    """Anything that draws lengths."""
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw ``count`` real lengths, float64[count]."""
-        ...
+Distribution = Callable[[Generator, int], np.ndarray]
+"""Draws so many real lengths, float64[count]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Atom:
+def atom(length: float) -> Distribution:
     """One fixed length."""
-
-    length: float
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """``count`` copies of the length."""
-        return np.full(count, float(self.length))
+    return lambda generator, count: np.full(count, float(length))
 
 
-@dataclass(frozen=True, slots=True)
-class Uniform:
+def uniform(low: float, high: float) -> Distribution:
     """Uniform between ``low`` and ``high`` tokens."""
-
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        _require(self.low <= self.high, f"uniform from {self.low} to {self.high}", "the low end comes first")
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw lengths."""
-        return generator.uniform(self.low, self.high, count)
+    _require(low <= high, f"uniform from {low} to {high}", "the low end comes first")
+    return lambda generator, count: generator.uniform(low, high, count)
 
 
-@dataclass(frozen=True, slots=True)
-class Normal:
+def normal(mean: float, sigma: float) -> Distribution:
     """Normal with ``mean`` and standard deviation ``sigma`` in tokens; clip it, lengths are positive."""
-
-    mean: float
-    sigma: float
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw lengths."""
-        return self.mean + self.sigma * generator.standard_normal(count)
+    return lambda generator, count: mean + sigma * generator.standard_normal(count)
 
 
-@dataclass(frozen=True, slots=True)
-class LogNormal:
+def log_normal(mu: float, sigma: float) -> Distribution:
     """exp(mu + sigma z): median exp(mu), mean exp(mu + sigma^2 / 2)."""
-
-    mu: float
-    sigma: float
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw lengths."""
-        return np.exp(self.mu + self.sigma * generator.standard_normal(count))
+    return lambda generator, count: np.exp(mu + sigma * generator.standard_normal(count))
 
 
-@dataclass(frozen=True, slots=True)
-class Pareto:
+def pareto(alpha: float, low: float, high: float) -> Distribution:
     """Density ~ x^-(alpha+1) between ``low`` and ``high``: the tail above ``high`` does not exist."""
-
-    alpha: float
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        _require(self.alpha > 0, f"Pareto exponent {self.alpha}", "it must be positive")
-        _require(0 < self.low < self.high, f"Pareto from {self.low} to {self.high}", "0 < low < high")
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw lengths by inversion."""
-        mass = 1 - (self.low / self.high) ** self.alpha
-        return self.low * (1 - mass * generator.random(count)) ** (-1 / self.alpha)
+    _require(alpha > 0, f"Pareto exponent {alpha}", "it must be positive")
+    _require(0 < low < high, f"Pareto from {low} to {high}", "0 < low < high")
+    mass = 1 - (low / high) ** alpha
+    return lambda generator, count: low * (1 - mass * generator.random(count)) ** (-1 / alpha)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantileTable:
+def quantile_table(probabilities: Sequence[float], lengths: Sequence[float]) -> Distribution:
     """Lengths at given probabilities (0 and 1 included); the logarithm of the length is linear in between."""
-
-    probabilities: tuple[float, ...]
-    lengths: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        p, x = np.asarray(self.probabilities), np.asarray(self.lengths)
-        _require(len(p) == len(x) >= 2, f"{len(p)} probabilities for {len(x)} lengths", "one for each, two at least")
-        _require(p[0] == 0 and p[-1] == 1, f"probabilities from {p[0]} to {p[-1]}", "they run from 0 to 1")
-        _require(bool((np.diff(p) > 0).all()), "probabilities out of order", "they must rise")
-        rising = x[0] > 0 and bool((np.diff(x) >= 0).all())
-        _require(rising, "lengths out of order", "they are positive and never fall")
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw lengths by inversion."""
-        return np.exp(np.interp(generator.random(count), self.probabilities, np.log(self.lengths)))
+    p, x = np.asarray(probabilities), np.asarray(lengths)
+    _require(len(p) == len(x) >= 2, f"{len(p)} probabilities for {len(x)} lengths", "one for each, two at least")
+    _require(p[0] == 0 and p[-1] == 1, f"probabilities from {p[0]} to {p[-1]}", "they run from 0 to 1")
+    _require(bool((np.diff(p) > 0).all()), "probabilities out of order", "they must rise")
+    rising = x[0] > 0 and bool((np.diff(x) >= 0).all())
+    _require(rising, "lengths out of order", "they are positive and never fall")
+    return lambda generator, count: np.exp(np.interp(generator.random(count), p, np.log(x)))
 
 
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Shares of bins ``(edges[i], edges[i + 1]]``; inside one, lengths (or their logarithms) are uniform."""
+def histogram(edges: Sequence[float], shares: Sequence[float], spacing: str = "linear") -> Distribution:
+    """Shares of bins ``(edges[i], edges[i + 1]]``; inside one, lengths (or their logarithms) are uniform.
 
-    edges: tuple[float, ...]
-    shares: tuple[float, ...]
-    spacing: str = "linear"
+    Lengths are whole already: rounding up keeps each one in its bin.
+    """
+    _require(len(edges) == len(shares) + 1 >= 2, f"{len(edges)} edges for {len(shares)} shares", "one edge more")
+    _require(bool((np.diff(edges) > 0).all()) and edges[0] >= 1, "edges", "they rise from 1 or more")
+    _require(min(shares) >= 0 < sum(shares), "shares", "they are positive")
+    _require(spacing in ("linear", "log"), f"spacing {spacing!r}", "it is 'linear' or 'log'")
+    to, back = (np.log, np.exp) if spacing == "log" else (np.asarray, np.asarray)
+    levels = np.append(0, np.cumsum(shares)) / np.sum(shares)
 
-    def __post_init__(self) -> None:
-        sizes = f"{len(self.edges)} edges for {len(self.shares)} shares"
-        _require(len(self.edges) == len(self.shares) + 1 >= 2, sizes, "one edge more than shares")
-        _require(bool((np.diff(self.edges) > 0).all()) and self.edges[0] >= 1, "edges", "they rise from 1 or more")
-        _require(min(self.shares) >= 0 < sum(self.shares), "shares", "they are positive")
-        _require(self.spacing in ("linear", "log"), f"spacing {self.spacing!r}", "it is 'linear' or 'log'")
+    def draw(generator: Generator, count: int) -> np.ndarray:
+        lengths = np.ceil(back(np.interp(generator.random(count), levels, to(np.asarray(edges)))))
+        return np.minimum(lengths, edges[-1])
 
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw lengths, already whole: rounding up keeps each one in its bin."""
-        to, back = (np.log, np.exp) if self.spacing == "log" else (np.asarray, np.asarray)
-        levels = np.append(0, np.cumsum(self.shares)) / np.sum(self.shares)
-        lengths = np.ceil(back(np.interp(generator.random(count), levels, to(np.asarray(self.edges)))))
-        return np.minimum(lengths, self.edges[-1])
+    return draw
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
+def mixture(weights: Sequence[float], parts: Sequence[Distribution]) -> Distribution:
     """One of several distributions, chosen with the given weights (any positive scale)."""
+    _require(len(weights) == len(parts) >= 1, f"{len(weights)} weights for {len(parts)} parts", "one weight for each")
+    _require(min(weights) >= 0 < sum(weights), f"weights {weights}", "they are positive")
+    levels = np.cumsum(weights) / np.sum(weights)
 
-    weights: tuple[float, ...]
-    parts: tuple[Distribution, ...]
-
-    def __post_init__(self) -> None:
-        sizes = f"{len(self.weights)} weights for {len(self.parts)} parts"
-        _require(len(self.weights) == len(self.parts) >= 1, sizes, "one weight for each part")
-        _require(min(self.weights) >= 0 < sum(self.weights), f"weights {self.weights}", "they are positive")
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Choose a part for each draw, then draw from the parts in turn."""
-        levels = np.cumsum(self.weights) / np.sum(self.weights)
+    def draw(generator: Generator, count: int) -> np.ndarray:
         choice = np.searchsorted(levels[:-1], generator.random(count), side="right")
         lengths = np.empty(count)
-        for index, part in enumerate(self.parts):
+        for index, part in enumerate(parts):
             chosen = choice == index
-            lengths[chosen] = part.draw(generator, int(chosen.sum()))
+            lengths[chosen] = part(generator, int(chosen.sum()))
         return lengths
 
+    return draw
 
-@dataclass(frozen=True, slots=True)
-class Clipped:
+
+def clipped(of: Distribution, low: float, high: float) -> Distribution:
     """Lengths outside ``[low, high]`` are moved to the nearer end."""
-
-    of: Distribution
-    low: float
-    high: float
-
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw and clip."""
-        return np.clip(self.of.draw(generator, count), self.low, self.high)
+    return lambda generator, count: np.clip(of(generator, count), low, high)
 
 
-@dataclass(frozen=True, slots=True)
-class Truncated:
+def truncated(of: Distribution, low: float, high: float) -> Distribution:
     """Lengths outside ``[low, high]`` are thrown away and drawn again."""
 
-    of: Distribution
-    low: float
-    high: float
+    def inside(lengths: np.ndarray) -> np.ndarray:
+        return (lengths >= low) & (lengths <= high)
 
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw until ``count`` lengths lie inside."""
-        what = f"lengths from {self.low:g} to {self.high:g}"
-        drawn = draw_until(lambda missing: self.of.draw(generator, missing), self._inside, count, what)
-        return drawn[self._inside(drawn)]
+    def draw(generator: Generator, count: int) -> np.ndarray:
+        what = f"lengths from {low:g} to {high:g}"
+        drawn = draw_until(lambda missing: of(generator, missing), inside, count, what)
+        return drawn[inside(drawn)]
 
-    def _inside(self, lengths: np.ndarray) -> np.ndarray:
-        return (lengths >= self.low) & (lengths <= self.high)
+    return draw
 
 
-@dataclass(frozen=True, slots=True)
-class Upsampled:
+def upsampled(of: Distribution, threshold: float, length: float) -> Distribution:
     """Lengths from ``threshold`` up come twice, one copy as it is, the other as exactly ``length``."""
 
-    of: Distribution
-    threshold: float
-    length: float
+    def draw(generator: Generator, count: int) -> np.ndarray:
+        lengths = of(generator, count)
+        copies = int((lengths >= threshold).sum())
+        return generator.permutation(np.append(lengths, np.full(copies, float(length))))[:count]
 
-    def draw(self, generator: Generator, count: int) -> np.ndarray:
-        """Draw, double the long ones, shuffle, and take ``count``."""
-        lengths = self.of.draw(generator, count)
-        copies = int((lengths >= self.threshold).sum())
-        return generator.permutation(np.append(lengths, np.full(copies, float(self.length))))[:count]
+    return draw
 
 
 def draw_until(
@@ -211,11 +132,7 @@ def draw_until(
 ) -> np.ndarray:
     """Draw until ``count`` of the values are kept; returns all that were drawn, up to the last kept one.
 
-    Args:
-        draw: takes how many are still missing, returns at least one value.
-        keep: mask of the values that count.
-        count: how many are wanted.
-        what: what is kept, for the message when almost nothing is.
+    ``draw`` takes how many are still missing, ``keep`` masks the values that count; a message says ``what`` is kept.
     """
     blocks: list[np.ndarray] = []
     kept = drawn = 0
@@ -243,18 +160,18 @@ def _require(holds: bool, what: str, rule: str) -> None:
 _BLOCK = 8192
 """Lengths drawn at a time. Fixed, so that a longer sample begins with the shorter one of the same seed."""
 
-_KINDS: dict[str, type[Any]] = {
-    "atom": Atom,
-    "clipped": Clipped,
-    "histogram": Histogram,
-    "lognormal": LogNormal,
-    "mixture": Mixture,
-    "normal": Normal,
-    "pareto": Pareto,
-    "quantiles": QuantileTable,
-    "truncated": Truncated,
-    "uniform": Uniform,
-    "upsampled": Upsampled,
+_KINDS: dict[str, Callable[..., Distribution]] = {
+    "atom": atom,
+    "clipped": clipped,
+    "histogram": histogram,
+    "lognormal": log_normal,
+    "mixture": mixture,
+    "normal": normal,
+    "pareto": pareto,
+    "quantiles": quantile_table,
+    "truncated": truncated,
+    "uniform": uniform,
+    "upsampled": upsampled,
 }
 
 
@@ -293,7 +210,7 @@ class Sampler:
         generator = Generator(np.random.PCG64(seed))
 
         def block(_: int) -> np.ndarray:
-            return np.clip(np.rint(self.lengths.draw(generator, _BLOCK)), 1, MAX_LENGTH).astype(np.int64)
+            return np.clip(np.rint(self.lengths(generator, _BLOCK)), 1, MAX_LENGTH).astype(np.int64)
 
         what = f"sampler {self.name} up to {limit:,} tokens"
         return draw_until(block, lambda lengths: lengths <= limit, count, what)
@@ -305,14 +222,7 @@ def sampler(name: str) -> Sampler:
 
 
 def sample(name: str, count: int, *, seed: int, max_length: int | None = None) -> np.ndarray:
-    """Draw ``count`` lengths of a preset, int64[count].
-
-    Args:
-        name: a key of :data:`SAMPLERS`.
-        count: number of sequences.
-        seed: same seed, same lengths, on any machine.
-        max_length: longer sequences are left out and drawn again.
-    """
+    """Draw ``count`` lengths of a preset, int64[count]; see `Sampler.sample`."""
     return sampler(name).sample(count, seed=seed, max_length=max_length)
 
 

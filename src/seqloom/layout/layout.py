@@ -11,8 +11,8 @@ boxes at each other's edges (`Grid`), joining boxes that touch (`merge_touching`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Boxes:
     The last two are None for boxes with one axis. Equality and hash are those of the content.
     """
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
 
     if TYPE_CHECKING:  # the fields that every kind of boxes has
 
@@ -67,7 +67,7 @@ class Boxes:
 
     def columns(self) -> tuple[Column, ...]:
         """Return the key columns and the intervals; two columns fewer with one axis."""
-        return tuple(column for name in column_names(self) if (column := getattr(self, name)) is not None)
+        return tuple(column for name in self.__slots__ if (column := getattr(self, name)) is not None)
 
     def __len__(self) -> int:
         return len(self.start)
@@ -221,14 +221,9 @@ def _overlap_on_two_axes(columns: list[Column], fresh: np.ndarray) -> tuple[int,
     return None
 
 
-def column_names(boxes: Any) -> tuple[str, ...]:
-    """Return the fields of a kind of boxes, in order."""
-    return tuple(field.name for field in fields(boxes))
-
-
 def freeze_columns(boxes: Boxes, columns: list[Column]) -> None:
     """Store the final columns of boxes under construction, read-only."""
-    for name, column in zip(column_names(boxes), columns, strict=False):
+    for name, column in zip(boxes.__slots__, columns, strict=False):
         column.setflags(write=False)
         object.__setattr__(boxes, name, column)
 
@@ -244,9 +239,8 @@ def as_column(values: object) -> Column:
 def merge_touching(columns: list[Column], *, keys: int) -> list[Column]:
     """Sort boxes and join those that touch along the first axis and agree in everything else.
 
-    Args:
-        columns: the key columns, then start and stop of one or two axes.
-        keys: number of key columns: two in a layout (rank, item), three in a move (sender, receiver, item).
+    `keys` columns come first, two in a layout (rank, item) and three in a move (sender, receiver, item); then start and
+    stop of one or two axes.
     """
     start, stop = keys, keys + 1
     second = list(range(keys + 2, len(columns)))
@@ -344,8 +338,7 @@ def deal_intervals(
 ) -> tuple[Column, Column, Column, Column]:
     """Lay intervals end to end and give holder k the elements before `ends[k]` that none before it has.
 
-    Returns:
-        holder, item, start and stop of every resulting interval.
+    Returns holder, item, start and stop of every resulting interval.
     """
     stops = np.cumsum(stop - start)
     edges = np.unique(np.concatenate([[0], stops, ends]))

@@ -61,14 +61,9 @@ class Move(Boxes):
 def move_between(source: Layout, target: Layout, *, node_size: int | None = None) -> Move:
     """Return the move after which every rank holds what `target` gives it.
 
-    Every box of the target is received exactly once. A rank that holds something already keeps it (a local
-    copy). Otherwise the sender is, among the holders: one in the receiver's node if `node_size` is given,
-    then the one that sends the fewest elements so far, then the lowest rank.
-
-    Args:
-        source: who holds what before; may replicate.
-        target: who shall hold what after; may replicate, and may leave things out.
-        node_size: ranks per node.
+    Both layouts may replicate; the target may leave things out. Every box of the target is received exactly once. A
+    rank that holds something already keeps it (a local copy). Otherwise the sender is, among the holders: one in the
+    receiver's node if `node_size` is given, then the one that sends the fewest elements so far, then the lowest rank.
     """
     if not len(target):
         return Move(*(np.empty(0, dtype=np.int64) for _ in range(3 + 2 * target.axes)))
@@ -149,10 +144,7 @@ def node_staging_layout(source: Layout, target: Layout, node_size: int) -> Layou
         rank 2      4-5      4-7 and rows 0-1        2-3
         rank 3      6-7      4-7 and rows 2-3        0-1
 
-    Args:
-        source: who owns what, two axes; no two ranks have a row of an item in common.
-        target: who shall have what, two axes.
-        node_size: ranks per node.
+    Both layouts have two axes; no two ranks of the source have a row of an item in common.
     """
     if not len(source) or not len(target):
         return target
@@ -194,12 +186,8 @@ def move_of_rank(rank: int, source: Layout, target: Layout, *, node_size: int | 
     """Return the boxes of `move_between(source, target, node_size=node_size)` that a rank sends or receives.
 
     Both ends of a pair of ranks find the same boxes in the same order, each for itself. It is quick where all ranks
-    hold different rows in the source; otherwise the whole move is made, since a choice of senders looks at all of it.
-
-    Args:
-        rank: the one asked for.
-        source, target: as in `move_between`, with two axes.
-        node_size: ranks per node.
+    hold different rows in the source, with two axes; otherwise the whole move is made, since a choice of senders looks
+    at all of it.
     """
     order = np.lexsort([source.start, source.item])
     if source.axes != 2 or target.axes != 2 or not _rows_differ(source, order):
@@ -219,9 +207,6 @@ def reshard_moves_of_rank(
     Two moves where several ranks of a node, any node, want what nobody there has, and all ranks hold different rows in
     the source: to `node_staging_layout`, and from there inside the node. The second has only what travels. Otherwise
     one move: that of `move_of_rank`. All ranks find the same number.
-
-    Args:
-        rank, source, target, node_size: see `move_of_rank`.
     """
     order = np.lexsort([source.start, source.item])
     if node_size is not None and source.axes == target.axes == 2 and _rows_differ(source, order):
@@ -253,10 +238,7 @@ def _rows_differ(source: Layout, order: Column) -> bool:
 def _overlaps(source: Layout, order: Column, target: Layout) -> Move:
     """Return what boxes of the source, `order` of them, and of the target have in common.
 
-    Args:
-        source: who sends.
-        order: of its boxes, sorted by item and start; rows of an item differ from box to box.
-        target: who receives.
+    `order` sorts by item and start; rows of an item differ from box to box.
     """
     span = 1 + int(max(source.stop.max(initial=0), target.stop.max(initial=0)))
     begins, ends = (source.item[order] * span + edge[order] for edge in (source.start, source.stop))
@@ -265,10 +247,8 @@ def _overlaps(source: Layout, order: Column, target: Layout) -> Move:
     count = np.maximum(high - low, 0)
     into = np.repeat(np.arange(len(target)), count)
     out_of = order[low[into] + count_up(count)]
-    edges = []
-    for low_edge, high_edge in (("start", "stop"), ("start2", "stop2")):
-        edges.append(np.maximum(getattr(source, low_edge)[out_of], getattr(target, low_edge)[into]))
-        edges.append(np.minimum(getattr(source, high_edge)[out_of], getattr(target, high_edge)[into]))
+    pairs = zip(source.columns()[2:], target.columns()[2:], strict=True)  # start, stop, start2, stop2
+    edges = [(np.maximum, np.minimum)[k % 2](a[out_of], b[into]) for k, (a, b) in enumerate(pairs)]
     common = edges[2] < edges[3]
     columns = (source.rank[out_of], target.rank[into], target.item[into], *edges)
     return Move(*(column[common] for column in columns))

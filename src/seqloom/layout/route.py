@@ -39,14 +39,10 @@ class Route:
     proxies: tuple[int, ...]
     slices: int = 1
 
-    def local_ranks(self, node_size: int) -> dict[int, tuple[int, ...]]:
-        """Return the local ranks of the proxies, ascending, by node."""
-        nodes = groupby(sorted(self.proxies), key=lambda rank: rank // node_size)
-        return {node: tuple(rank % node_size for rank in ranks) for node, ranks in nodes}
-
     def common_local_ranks(self, nodes: set[int], node_size: int) -> tuple[int, ...]:
         """Return the local ranks of the proxies, the same in all of `nodes`; raise PlanError if they differ."""
-        by_node = self.local_ranks(node_size)
+        proxies = groupby(sorted(self.proxies), key=lambda rank: rank // node_size)
+        by_node = {node: tuple(rank % node_size for rank in ranks) for node, ranks in proxies}
         first = by_node.get(min(nodes), ())
         for node in sorted(nodes):
             if not by_node.get(node):
@@ -71,13 +67,8 @@ def route_move(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
     what a step before brought for passing on, or what it received there for itself. Boxes that touch are joined, so one
     may bring a rank both what it wants and what it passes on; no element reaches a rank twice.
 
-    Args:
-        move: one axis; an item belongs to one message, so (item, element) means the same everywhere.
-        route: proxies with the same local ranks in all nodes that the move joins.
-        node_size: ranks per node.
-
-    Returns:
-        At most `slices + 2` moves; steps without boxes are left out.
+    The move has one axis; an item belongs to one message, so (item, element) means the same everywhere. The proxies
+    have the same local ranks in all nodes that it joins. Returns at most `slices + 2` moves, none of them empty.
     """
     if move.axes != 1:
         raise PlanError("a routed move has two axes; flatten its messages to one axis first")
@@ -175,23 +166,11 @@ class _Loads:
         return cls(*loads, np.cumsum(fresh) - 1, receiver[box])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    """Parts of loads, int64[parts] each: the load, the index of the proxy that carries it, its interval, and the pair
-    of nodes.
-    """
-
-    load: Column
-    proxy: Column
-    start: Column
-    stop: Column
-    pair: Column
-
-    def __getitem__(self, chosen: np.ndarray) -> _Parts:
-        return _Parts(*(column[chosen] for column in (self.load, self.proxy, self.start, self.stop, self.pair)))
+Parts = tuple[Column, Column, Column, Column, Column]
+"""Parts of loads, int64[parts] each: the load, the proxy that carries it (an index), start, stop, the pair of nodes."""
 
 
-def _share(loads: _Loads, proxies: Column, node_size: int) -> _Parts:
+def _share(loads: _Loads, proxies: Column, node_size: int) -> Parts:
     """Give every proxy the same number of elements of every pair of nodes.
 
     In turn: loads whose sender and one receiver have the proxy's local rank, then those whose sender does, those of
@@ -216,7 +195,8 @@ def _share(loads: _Loads, proxies: Column, node_size: int) -> _Parts:
             used = np.flatnonzero(take)
             found.append((used, np.full_like(used, k), start[used], start[used] + take[used], pair[used]))
             start += take
-    return _Parts(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+    load, proxy, begin, end, of_pair = (np.concatenate(columns) for columns in zip(*found, strict=True))
+    return load, proxy, begin, end, of_pair
 
 
 def _proxy_shares(total: Column, source: Column, proxies: int) -> np.ndarray:
@@ -228,11 +208,12 @@ def _proxy_shares(total: Column, source: Column, proxies: int) -> np.ndarray:
     return base[:, None] + (turn < extra[:, None])
 
 
-def _slice(parts: _Parts, slices: int) -> tuple[_Parts, ...]:
+def _slice(parts: Parts, slices: int) -> list[Parts]:
     """Lay the parts of every pair of nodes and proxy end to end and cut them into equal slices."""
-    parts = parts[np.lexsort([parts.start, parts.load, parts.proxy, parts.pair])]
-    size = parts.stop - parts.start
-    stream = _codes(parts.pair, parts.proxy)
+    order = np.lexsort([parts[2], parts[0], parts[1], parts[4]])
+    load, proxy, begin, end, pair = (column[order] for column in parts)
+    size = end - begin
+    stream = _codes(pair, proxy)
     first = np.flatnonzero(np.append(True, stream[1:] != stream[:-1]))
     base, extra = np.divmod(np.add.reduceat(size, first), slices)
     offset = np.cumsum(size) - size
@@ -240,18 +221,18 @@ def _slice(parts: _Parts, slices: int) -> tuple[_Parts, ...]:
     cut = []
     for number in range(slices):
         low, high = (k * base + np.minimum(k, extra) for k in (number, number + 1))
-        start = parts.start + np.clip(low[stream] - offset, 0, size)
-        stop = parts.start + np.clip(high[stream] - offset, 0, size)
+        start = begin + np.clip(low[stream] - offset, 0, size)
+        stop = begin + np.clip(high[stream] - offset, 0, size)
         used = stop > start
-        cut.append(_Parts(parts.load[used], parts.proxy[used], start[used], stop[used], parts.pair[used]))
-    return tuple(cut)
+        cut.append((load[used], proxy[used], start[used], stop[used], pair[used]))
+    return cut
 
 
-def _hops(loads: _Loads, part: _Parts, proxies: Column, node_size: int) -> tuple[tuple[Column, ...], ...]:
+def _hops(loads: _Loads, parts: Parts, proxies: Column, node_size: int) -> tuple[tuple[Column, ...], ...]:
     """Return the boxes of the three hops of some parts; what a rank would send to itself is left out."""
-    load, start, stop = part.load, part.start, part.stop
+    load, proxy, start, stop, _ = parts
     item = loads.item[load]
-    leaves, enters = (node[load] * node_size + proxies[part.proxy] for node in (loads.source, loads.target))
+    leaves, enters = (node[load] * node_size + proxies[proxy] for node in (loads.source, loads.target))
     dispatch = (loads.sender[load], leaves, item, start, stop)
     low, high = (np.searchsorted(loads.load, load, side=side) for side in ("left", "right"))
     each = np.repeat(np.arange(len(load)), high - low)

@@ -139,11 +139,7 @@ class ModelAdapter:
             )
 
     def materialize(self, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
-        """Give parameters their values where they are on "meta" and `deferred` has them.
-
-        Args:
-            named: canonical name and parameter; None: all of the module.
-        """
+        """Give parameters on "meta" the values that `deferred` has, by canonical name; None: all of the module."""
         if self.deferred is not None:
             for name, parameter in self.module.named_parameters() if named is None else named:
                 if parameter.is_meta:
@@ -152,9 +148,7 @@ class ModelAdapter:
     def prepare(self, context: Context, dtype: torch.dtype) -> None:
         """Do the index work of a round's attention now, so that no layer does; see `bind_plan`.
 
-        Args:
-            context: of the round; it keeps the result.
-            dtype: that layers compute in.
+        The context keeps the result; layers compute in `dtype`.
         """
         degree, inner = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
         for heads, kv_heads, dim, window, scale in self.attention_specs:
@@ -163,10 +157,7 @@ class ModelAdapter:
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a range of layers; with the last layer also the final norm.
 
-        Args:
-            part: layers of this model.
-            given: int64[tokens] for a part with the first layer, else hidden states [tokens, hidden].
-            context: of the round.
+        `given` is int64[tokens] for a part with the first layer, else hidden states [tokens, hidden].
         """
         whole, input_gradient = part.has_embedding and part.has_head, self._needs_input_gradient(context)
         if whole and not input_gradient:
@@ -226,33 +217,28 @@ class ModelWithLoss(nn.Module):
         return summed_loss(states, cast("torch.Tensor", adapter.head.weight), labels, **self._options)
 
 
+@dataclass(slots=True, eq=False)
 class DeferredParameters:
     """Values of a model's parameters that are on "meta", read one by one.
 
     Attributes:
+        read: canonical name -> the whole parameter, on any device and in any dtype; called at most once for each.
         device: where parameters shall be.
     """
 
-    def __init__(self, read: Callable[[str], torch.Tensor], device: torch.device) -> None:
-        """Read nothing yet.
-
-        Args:
-            read: canonical name -> the whole parameter, on any device and in any dtype; called at most once for each.
-            device: where parameters shall be.
-        """
-        self.device = device
-        self._read: Callable[[str], torch.Tensor] | None = read
+    read: Callable[[str], torch.Tensor] | None
+    device: torch.device
 
     def materialize(self, name: str, parameter: nn.Parameter) -> None:
         """Give a parameter on "meta" its values, in its dtype. It stays the same object: tied ones stay tied."""
-        assert self._read is not None, "deferred parameters were closed"
+        assert self.read is not None, "deferred parameters were closed"
         values = torch.empty_like(parameter, device=self.device, requires_grad=False)
-        values.copy_(self._read(name))
+        values.copy_(self.read(name))
         swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
 
     def close(self) -> None:
         """Close files, and drop values that nobody has read."""
-        self._read = None
+        self.read = None
 
 
 @contextmanager

@@ -44,11 +44,7 @@ _REGISTERING = Lock()  # ranks may be threads of one process, and torch takes an
 def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") -> None:
     """Make layers run compiled, from their first call on. The result is the same but for rounding.
 
-    Call it before the parameters are sharded.
-
-    Args:
-        layers: of the reference model, or decoder layers of transformers. Each must be called with the context.
-        backend: of torch.compile.
+    Call it before the parameters are sharded. Every layer must be called with the context.
     """
     for layer in layers:
         wrapper = LayerWrapper.of(layer)

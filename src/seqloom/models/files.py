@@ -17,15 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from seqloom.attention.kernels.interface import dtype_name
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.models.transformer import Rope, Transformer, TransformerOptions
+from seqloom.models.transformer import FAMILIES, Rope, Transformer, TransformerOptions
 from seqloom.reader import is_file_name, read_mapping
 
 CONFIG, PARAMETERS = "config.json", "model.safetensors"
 _HEAD = "lm_head.weight"
-_FAMILIES = {(False, False): "Llama", (False, True): "Qwen2", (True, False): "Qwen3"}
-"""(QK norm, biases of q, k and v) -> the name of the family in Hugging Face."""
 
 
 def write_model(
@@ -34,15 +33,11 @@ def write_model(
     """Write a model as config.json and model.safetensors.
 
     Args:
-        folder: that exists.
-        model: whose config is written.
         state: its parameters by name, whole and on the CPU; a tied head may be left out.
         context: longest document of the training, for the config; None: left out.
     """
-    dtypes = {tensor.dtype for tensor in state.values()}
-    config = model_config(
-        model.spec, model.options, str(dtypes.pop()).removeprefix("torch.") if dtypes else None, context
-    )
+    dtype = next((dtype_name(tensor.dtype) for tensor in state.values()), None)
+    config = model_config(model.spec, model.options, dtype, context)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tied = {_HEAD} if model.spec.tied else set()
     tensors = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
@@ -57,7 +52,8 @@ def model_config(
     Raises:
         SeqloomError: neither can say what the model is.
     """
-    family = _FAMILIES.get((options.qk_norm, options.qkv_bias))
+    switches = {name: True for name in ("qk_norm", "qkv_bias") if getattr(options, name)}
+    family = next((name for name, on in FAMILIES.items() if on == switches), None)
     if family is None or any(window is not None for window in spec.windows):
         if options != TransformerOptions():
             raise SeqloomError(
@@ -66,8 +62,8 @@ def model_config(
             )
         return asdict(spec)
     config = {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
         "num_hidden_layers": spec.layers,
         "hidden_size": spec.hidden,
         "num_attention_heads": spec.heads,

@@ -29,7 +29,6 @@ class HeadGradients:
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self._sum: torch.Tensor | None = None
 
     def buffer(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

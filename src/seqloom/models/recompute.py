@@ -109,9 +109,6 @@ def recompute_layers(layers: Iterable[nn.Module]) -> None:
     """Make layers recompute as the context of each call says.
 
     Call it before the parameters are sharded. Every layer must be called with the context, by place or by name.
-
-    Args:
-        layers: of the reference model, or decoder layers of transformers.
     """
     for layer in layers:
         wrapper = LayerWrapper.of(layer)

@@ -34,7 +34,6 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self.enabled = True
         self._waiting: dict[Hashable, list[_LinearCall]] = {}
         self._open: list[_LinearCall] | None = None
@@ -66,18 +65,6 @@ class WeightGradients:
         """Drop what waits, as after a failed step."""
         self._waiting.clear()
 
-    @property
-    def waiting(self) -> tuple[Hashable, ...]:
-        """Units whose W has not run."""
-        return tuple(self._waiting)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of what waits. An input that several layers share counts once."""
-        calls = [call for waiting in self._waiting.values() for call in waiting]
-        storages = [each.untyped_storage() for call in calls for each in (call.input, call.grad_output)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
     def defer(self, call: _LinearCall) -> bool:
         """Keep a call for W; False: its gradients are wanted now."""
         if self._open is None:
@@ -89,10 +76,8 @@ class WeightGradients:
 def defer_weight_gradients(layers: Iterable[nn.Module]) -> WeightGradients:
     """Make the linear layers inside `layers` able to defer their weight gradients. Classes and parameters stay.
 
-    A layer that torch.compile runs computes both halves in I, and W finds nothing to do: its backward is one graph.
-
-    Args:
-        layers: any modules; every plain nn.Linear in them gets another `forward`, on the instance; subclasses do not.
+    Every plain nn.Linear in them gets another `forward`, on the instance; subclasses do not. A layer that torch.compile
+    runs computes both halves in I, and W finds nothing to do: its backward is one graph.
     """
     weight_gradients = WeightGradients()
     for layer in layers:

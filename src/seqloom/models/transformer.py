@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from seqloom.dist.token_layout import Context
 
 INITIAL_STD = 0.02
-_FAMILIES: Mapping[str, Mapping[str, bool]] = {
+FAMILIES: Mapping[str, Mapping[str, bool]] = {
     "llama": {},
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
 }
+"""Model type of Hugging Face -> the switches of `TransformerOptions` that it turns on."""
 _EXPECTED: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -62,7 +63,6 @@ class Llama3Scaling:
     context: int = 8192
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if self.factor < 1 or not 0 < self.low < self.high or self.context < 1:
             raise SeqloomError(
                 f"{self}: needs factor >= 1, 0 < low < high and context >= 1; Llama 3.1 has Llama3Scaling()"
@@ -99,12 +99,8 @@ class Rope:
         """Return (cos, sin) of every token's angles, each [tokens, 1, dim / 2].
 
         Angles are float64: at position 1,000,000 a float32 angle is wrong by up to 0.03 radians. The table is
-        float32, or `dtype` where that is wider.
-
-        Args:
-            positions: int64[tokens], from 0 at the start of each document.
-            dim: width of a head.
-            dtype: of the tensors that will be rotated.
+        float32, or the `dtype` of the tensors that will be rotated where that is wider. Positions count from 0 in
+        every document.
         """
         angles = positions.double()[:, None, None] * self.frequencies(dim, positions.device)
         wide = torch.promote_types(dtype, torch.float32)
@@ -142,13 +138,13 @@ class TransformerOptions:
             SeqloomError: a model type or a setting that the reference transformer does not have.
         """
         model_type = str(config.get("model_type"))
-        if model_type not in _FAMILIES:
-            raise unknown_name("model_type of the reference transformer", model_type, _FAMILIES)
+        if model_type not in FAMILIES:
+            raise unknown_name("model_type of the reference transformer", model_type, FAMILIES)
         for key, expected in _EXPECTED.items():
             value = config.get(key)
             if value is not None and value != expected:
                 raise SeqloomError(f"{key} = {value!r}: the reference transformer has {expected!r} only; leave it out")
-        return cls(rope=_read_rope(config), eps=float(config.get("rms_norm_eps", 1e-6)), **_FAMILIES[model_type])
+        return cls(rope=_read_rope(config), eps=float(config.get("rms_norm_eps", 1e-6)), **FAMILIES[model_type])
 
 
 def _read_rope(config: Mapping[str, Any]) -> Rope:
@@ -190,7 +186,6 @@ class RMSNorm(nn.Module):
     """Divide by the root of the mean square over the last axis, in float32 or wider, then scale by `weight`."""
 
     def __init__(self, width: int, eps: float, **factory: Any) -> None:
-        """Make a weight for `width` elements; `factory` is the dtype and the device."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width, **factory))
@@ -206,7 +201,6 @@ class Attention(nn.Module):
     """Project to queries, keys and values, rotate them, attend, project back."""
 
     def __init__(self, spec: ModelSpec, options: TransformerOptions, layer: int, **factory: Any) -> None:
-        """Make the attention of one layer, with that layer's window."""
         super().__init__()
         self.layer_idx = layer
         self.heads, self.dim, self.window = spec.heads, spec.head_dim, spec.windows[layer]
@@ -235,7 +229,6 @@ class FeedForward(nn.Module):
     """SwiGLU: one projection gates another, a third brings the product back."""
 
     def __init__(self, spec: ModelSpec, **factory: Any) -> None:
-        """Make the three matrices."""
         super().__init__()
         self.width = spec.ffn
         self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **factory)
@@ -253,7 +246,6 @@ class Layer(nn.Module):
     """Attention and feed-forward, each added to its input, each on normalised input."""
 
     def __init__(self, spec: ModelSpec, options: TransformerOptions, layer: int, **factory: Any) -> None:
-        """Make layer number `layer` of the model."""
         super().__init__()
         self.self_attn = Attention(spec, options, layer, **factory)
         self.mlp = FeedForward(spec, **factory)
@@ -270,7 +262,6 @@ class Decoder(nn.Module):
     """All but the output projection: tokens to hidden states."""
 
     def __init__(self, spec: ModelSpec, options: TransformerOptions, **factory: Any) -> None:
-        """Make embedding, layers and final norm."""
         super().__init__()
         self.rope, self.dim = options.rope, spec.head_dim
         self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden, **factory)

@@ -42,9 +42,10 @@ class GroupFamily:
         object.__setattr__(self, "sizes", (1, *sorted(admitted)))
 
     @classmethod
+    @lru_cache(maxsize=64)
     def cached(cls, ranks: int, node_size: int, budget: int = 16) -> GroupFamily:
         """Return the family of these numbers, built once per process."""
-        return _build(ranks, node_size, budget)
+        return cls(ranks, node_size, budget)
 
     def blocks(self, size: int) -> tuple[range, ...]:
         """Return all blocks of one size, in ascending order; none when the size is not in the family."""
@@ -81,17 +82,9 @@ def _sizes_by_preference(ranks: int, node_size: int) -> list[int]:
     nodes = ranks // node_size
     divisors = [size for size in range(1, node_size + 1) if node_size % size == 0]
     doubled = [node_size << power for power in range(nodes.bit_length()) if node_size << power <= ranks]
-    order = sorted({size for size in divisors if size & (size - 1) == 0} | set(doubled))
-    order += divisors
-    order += [ranks]
-    order += [count * node_size for count in range(1, nodes + 1)]
-    order += list(range(2, node_size))
+    powers = sorted({size for size in divisors if size & (size - 1) == 0} | set(doubled))
+    order = (*powers, *divisors, ranks, *range(node_size, ranks + 1, node_size), *range(2, node_size))
     return [size for size in dict.fromkeys(order) if size > 1]
-
-
-@lru_cache(maxsize=64)
-def _build(ranks: int, node_size: int, budget: int) -> GroupFamily:
-    return GroupFamily(ranks, node_size, budget)
 
 
 class Sharding(StrEnum):

@@ -167,9 +167,9 @@ def _check_cuts(weights: Sequence[Weight], needed: Sequence[int], tensor: int, h
         weight = weights[item]
         if weight.tp_axis is None:
             continue
-        length = weight.columns if weight.tp_axis == COLUMNS else weight.rows
+        axis = "columns" if weight.tp_axis == COLUMNS else "rows"
+        length = getattr(weight, axis)
         if length % tensor:
-            axis = "columns" if weight.tp_axis == COLUMNS else "rows"
             raise PlanError(
                 f"{weight.name} has {length} {axis}, a stage with tensor degree {tensor} cuts them evenly; "
                 f"use a tensor degree that divides {length}"

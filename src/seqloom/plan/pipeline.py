@@ -113,14 +113,9 @@ class Pipeline:
         reduce: Reduce,
         tensor: int = 1,
     ) -> Pipeline:
-        """Build the pipeline of one stage with the trivial table.
+        """Build the pipeline of one stage with the trivial table; rounds have one `StageMicroBatch` each.
 
-        Args:
-            ranks: ranks of the only stage.
-            layers: the model's number of layers, or their range.
-            rounds: rounds of one `StageMicroBatch` each.
-            reduce: when gradients are reduced.
-            tensor: tensor-parallel degree of the stage.
+        `layers` is the model's number of layers, or their range.
         """
         extent = (0, layers) if isinstance(layers, int) else layers
         stage = Stage(tuple(ranks), extent, tensor)
@@ -191,12 +186,7 @@ def with_reshard_after_forward(pipeline: Pipeline, stages: Sequence[int] | None 
 
 
 def shard_collectives(row: Sequence[Action], stages: frozenset[int]) -> Iterator[ShardCollective | None]:
-    """Yield for every action of a row the collective that it runs.
-
-    Args:
-        row: of a pipeline.
-        stages: those that are gathered for every pass.
-    """
+    """Yield for every action of a pipeline's row the collective that it runs; `stages` are gathered for every pass."""
     split = any(action.kind is ActionKind.W for action in row)
     pending: set[int] = set()  # stages with gradients that are not in the shares yet
     for action in row:
@@ -206,13 +196,9 @@ def shard_collectives(row: Sequence[Action], stages: frozenset[int]) -> Iterator
                 move = ShardCollective.ALL_GATHER
             elif action.kind in BACKWARD:
                 pending.add(action.stage)
-            elif _reduces(action, action.stage in pending, split):
-                move = ShardCollective.REDUCE_SCATTER
-                pending.discard(action.stage)
+            else:
+                at_end = action.kind is ActionKind.REDUCE and action.round is None
+                if (at_end and split) or (action.stage in pending and (at_end or action.kind is ActionKind.RESHARD)):
+                    move = ShardCollective.REDUCE_SCATTER
+                    pending.discard(action.stage)
         yield move
-
-
-def _reduces(action: Action, pending: bool, split: bool) -> bool:
-    if action.kind is ActionKind.RESHARD:
-        return pending
-    return action.kind is ActionKind.REDUCE and action.round is None and (pending or split)

@@ -86,13 +86,9 @@ class Group:
     def head_layout(self, heads: int, kv_heads: int | None = None) -> Layout:
         """Return who holds which tokens x heads in attention, after the Ulysses exchange, two axes.
 
-        Every rank holds all tokens of its ring index, and an equal run of the query heads (the first ranks
-        one more).
-
-        Args:
-            heads: query heads of the model.
-            kv_heads: if given, return the key and value heads instead: those that the rank's query heads
-                read. A key/value head is replicated only on ranks whose query heads share it.
+        Every rank holds all tokens of its ring index, and an equal run of the query heads (the first ranks one more).
+        With `kv_heads` return the key and value heads instead: those that the rank's query heads read. A key/value head
+        is replicated only on ranks whose query heads share it.
         """
         if not 1 <= self.ulysses <= heads:
             raise PlanError(f"ulysses {self.ulysses} with {heads} heads: every rank needs a head; use ulysses {heads}")
@@ -177,17 +173,16 @@ class StageMicroBatch:
 
     def attention_layout(self) -> Layout:
         """Return who holds which tokens when attention starts."""
-        return self._derived() if self.attention is None else self.attention
-
-    def linear_layout(self) -> Layout:
-        """Return who holds which tokens in linear layers."""
-        return self.attention_layout() if self.linear is None else self.linear
-
-    def _derived(self) -> Layout:
+        if self.attention is not None:
+            return self.attention
         if not self.groups:
             return Layout.empty()
         parts = [group.token_columns() for group in self.groups]
         return Layout(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def linear_layout(self) -> Layout:
+        """Return who holds which tokens in linear layers."""
+        return self.attention_layout() if self.linear is None else self.linear
 
 
 @dataclass(frozen=True, slots=True)

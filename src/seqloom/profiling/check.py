@@ -101,7 +101,7 @@ def inspect_run(config: Config, ranks: int, batches: int = 8) -> RunCheck:
     _refuse_too_long("data.source", source, cost, setup.planners)
     validation = None
     if config.data.validation is not None:
-        documents = open_documents(config, setup.spec, validation=True)
+        documents = open_documents(config.data.validation, config, setup.spec)
         _refuse_too_long("data.validation", documents, cost, setup.planners)
         validation = _count_documents(documents, make_sampler(config, documents))
     training = _count_documents(source, make_sampler(config, source, cost))

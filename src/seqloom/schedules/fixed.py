@@ -18,7 +18,7 @@ then pipeline rank 0 holds (v - 1) p + 2 (p - 1) + k units of size 1 / (k v).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from seqloom.errors import PlanError
@@ -28,43 +28,25 @@ from seqloom.schedules.schedule import Schedule, Unit, backward_order, units_of
 from seqloom.schedules.timing import Times, simulate_schedule
 
 
-def all_forwards_first(name: str, stages: int, pieces: Sequence[int]) -> Schedule:
-    """Build GPipe's order over pieces, which is TeraPipe's.
+def all_forwards_first(name: str, pp_size: int, chunks: int, pieces: Sequence[int]) -> Schedule:
+    """Build breadth-first over pieces, `chunks` stages per pipeline rank; with one chunk GPipe, which is TeraPipe.
 
-    Args:
-        name: of the schedule.
-        stages: one per pipeline rank.
-        pieces: how many each sequence has, in forward order.
+    All units go forward through a chunk before any goes through the next; then backward likewise. `pieces` has the
+    number of pieces of every sequence, in forward order.
     """
-    return _blocked(name, stages, 1, units_of(pieces), sum(pieces), backward_last=True)
+    return _blocked(name, pp_size, chunks, units_of(pieces), sum(pieces), backward_last=True)
 
 
-def one_forward_one_backward(name: str, stages: int, pieces: Sequence[int], lead: int = 1) -> Schedule:
+def one_forward_one_backward(name: str, pp_size: int, pieces: Sequence[int], lead: int = 1) -> Schedule:
     """Build 1F1B over pieces, which is Seq1F1B: a warm-up of p - r - 2 + k forwards on pipeline rank r.
 
-    Args:
-        name: of the schedule.
-        stages: one per pipeline rank.
-        pieces: how many each sequence has, in forward order.
-        lead: forwards that a pipeline rank is ahead of the next one; 1 is the least that never waits for itself.
+    A pipeline rank is `lead` forwards ahead of the next one; 1 is the least that never waits for itself.
     """
-    return _blocked(name, stages, 1, units_of(pieces), sum(pieces), lead)
-
-
-def breadth_first(name: str, pp_size: int, chunks: int, pieces: Sequence[int]) -> Schedule:
-    """Run all units forward through a chunk before any goes through the next; then backward likewise.
-
-    Args:
-        name: of the schedule.
-        pp_size: pipeline ranks.
-        chunks: stages per pipeline rank.
-        pieces: how many each sequence has, in forward order.
-    """
-    return _blocked(name, pp_size, chunks, units_of(pieces), sum(pieces), 2, backward_last=True)
+    return _blocked(name, pp_size, 1, units_of(pieces), sum(pieces), lead)
 
 
 def interleaved(name: str, pp_size: int, chunks: int, pieces: Sequence[int]) -> Schedule:
-    """Build interleaved 1F1B over pieces, for any number of them. Arguments as `breadth_first`.
+    """Build interleaved 1F1B over pieces, for any number of them.
 
     The published Seq1F1B-I counts forwards by a formula that is wrong where a block of p units ends inside a sequence:
     it then asks for a backward of a sequence that has not gone forward yet. Here the count comes from what every
@@ -77,7 +59,7 @@ def interleaved(name: str, pp_size: int, chunks: int, pieces: Sequence[int]) -> 
     longest = max(pieces, default=1)
     fewest = -(-pp_size // longest)  # sequences of a block that has at least p units
     sizes = {pp_size, *(longest * count for count in range(fewest, 2 * fewest + 1))}
-    orders = [breadth_first(name, pp_size, chunks, pieces)]
+    orders = [all_forwards_first(name, pp_size, chunks, pieces)]
     orders += [_blocked(name, pp_size, chunks, units, size, 2) for size in sorted(sizes)]
     timed: list[tuple[int, int, Schedule]] = []
     for order in orders:
@@ -99,16 +81,16 @@ def _blocked(
     backward_last: bool = False,
 ) -> Schedule:
     """Build an order in blocks of `size` units; a pipeline rank is `lead` forwards ahead of the next one."""
-    forwards = [(c, u) for block in _blocks(range(len(units)), size) for c in range(chunks) for u in block]
-    backwards = [
-        (c, u) for block in _blocks(list(backward_order(units)), size) for c in reversed(range(chunks)) for u in block
-    ]
+    forwards = _in_blocks(range(len(units)), size, range(chunks))
+    backwards = _in_blocks(list(backward_order(units)), size, range(chunks)[::-1])
     place = {entry: number for number, entry in enumerate(forwards)}
     last = {unit.sequence: number for number, unit in enumerate(units)}
-    needed = (
-        len(forwards) if backward_last else place[c, last[units[u].sequence]] + 1 for c, u in backwards
-    )  # forwards without which a backward cannot run
-    before = _forwards_before(needed, len(forwards))
+    # Forwards before every backward of the last pipeline rank: those without which it cannot run, or one more than
+    # before. Sequences of k pieces that follow each other need k, k, .., 2k, 2k, ..; this gives k, k + 1, .., all.
+    before: list[int] = []
+    for c, u in backwards:
+        needed = len(forwards) if backward_last else place[c, last[units[u].sequence]] + 1
+        before.append(min(len(forwards), max(needed, before[-1] + 1 if before else 0)))
     rows = []
     for r in range(pp_size):
         ahead, done = lead * (pp_size - 1 - r), 0
@@ -122,16 +104,7 @@ def _blocked(
     return Schedule(name, tuple(range(pp_size)) * chunks, units, tuple(rows))
 
 
-def _forwards_before(needed: Iterable[int], total: int) -> list[int]:
-    """Return the forwards before every backward of the last pipeline rank: what it needs, or one more than the last.
-
-    Sequences of k pieces that follow each other need k, k, .., 2k, 2k, ..; this gives k, k + 1, k + 2, .., total.
-    """
-    before: list[int] = []
-    for least in needed:
-        before.append(min(total, max(least, before[-1] + 1 if before else 0)))
-    return before
-
-
-def _blocks(numbers: Sequence[int], size: int) -> Iterable[Sequence[int]]:
-    return (numbers[first : first + size] for first in range(0, len(numbers), max(1, size)))
+def _in_blocks(units: Sequence[int], size: int, chunks: range) -> list[tuple[int, int]]:
+    """Return (chunk, unit) of every unit on every chunk: a block of units through all chunks, then the next block."""
+    firsts = range(0, len(units), max(1, size))
+    return [(c, u) for first in firsts for c in chunks for u in units[first : first + size]]

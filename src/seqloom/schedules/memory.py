@@ -43,7 +43,7 @@ class UnitMemory(NamedTuple):
     """Transient, while W runs."""
 
 
-def memory_change(kind: ActionKind, unit: UnitMemory) -> tuple[Any, Any, Any]:
+def _memory_change(kind: ActionKind, unit: UnitMemory) -> tuple[Any, Any, Any]:
     """Return what an action allocates before it runs, needs while it runs, and frees when it ends."""
     if kind is F:
         return unit.held + unit.kv, unit.forward, 0
@@ -56,15 +56,13 @@ def memory_change(kind: ActionKind, unit: UnitMemory) -> tuple[Any, Any, Any]:
 
 
 def memory_walk(row: Iterable[Action], unit_of: Callable[[Action], UnitMemory]) -> Iterator[tuple[Action, Any, Any]]:
-    """Yield (action, memory at its peak while it runs, memory after it).
+    """Yield (action, memory at its peak while it runs, memory after it) of the F, B, I and W of a pipeline rank.
 
-    Args:
-        row: F, B, I and W of one pipeline rank, in order.
-        unit_of: memory of an action's unit on its stage; asked when the walk comes to the action.
+    `unit_of` gives the memory of an action's unit on its stage; it is asked when the walk comes to the action.
     """
     live = 0
     for action in row:
-        allocated, transient, freed = memory_change(action.kind, unit_of(action))
+        allocated, transient, freed = _memory_change(action.kind, unit_of(action))
         live = live + allocated
         peak = live + transient
         live = live - freed
@@ -74,9 +72,7 @@ def memory_walk(row: Iterable[Action], unit_of: Callable[[Action], UnitMemory]) 
 def peak_memory(schedule: Schedule, memory: np.ndarray | None = None) -> tuple[int, ...]:
     """Return the most that every pipeline rank holds at once.
 
-    Args:
-        schedule: in an order that ends.
-        memory: int64[stages, units], what a unit holds on a stage from its F to its B or W; 1 without it.
+    `memory`, int64[stages, units], is what a unit holds on a stage from its F to its B or W; 1 without it.
     """
     return tuple(max((peak for _, peak, _ in walk), default=0) for walk in walk_rows(schedule, memory))
 

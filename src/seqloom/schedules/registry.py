@@ -47,8 +47,8 @@ class ScheduleSpec(NamedTuple):
     for_pieces: str = ""
 
 
-def _gpipe(r: Request) -> Schedule:
-    return fixed.all_forwards_first(r.name, r.pp_size, r.pieces)
+def _all_forwards_first(r: Request) -> Schedule:
+    return fixed.all_forwards_first(r.name, r.pp_size, r.chunks, r.pieces)
 
 
 def _1f1b(r: Request) -> Schedule:
@@ -77,16 +77,16 @@ def _v(build: Callable[[str, int, int, Times], Schedule], for_pieces: str) -> Sc
 
 
 SCHEDULES: dict[str, ScheduleSpec] = {
-    "gpipe": ScheduleSpec(_gpipe),
+    "gpipe": ScheduleSpec(_all_forwards_first),
     "1f1b": ScheduleSpec(_1f1b),
     "interleaved": ScheduleSpec(_interleaved, (2, None)),
-    "breadth-first": ScheduleSpec(lambda r: fixed.breadth_first(r.name, r.pp_size, r.chunks, r.pieces), (2, None)),
+    "breadth-first": ScheduleSpec(_all_forwards_first, (2, None)),
     "zb-h1": ScheduleSpec(_zero_bubble),
     "zb-h2": ScheduleSpec(_zero_bubble),
     "zb-v": _v(zero_bubble.zb_v, "seq1f1b-zb"),
     "v-half": _v(zero_bubble.v_half, "seq1f1b-zb"),
     "v-min": _v(zero_bubble.v_min, "seq1f1b"),
-    "terapipe": ScheduleSpec(_gpipe),
+    "terapipe": ScheduleSpec(_all_forwards_first),
     "seq1f1b": ScheduleSpec(_1f1b),
     "seq1f1b-i": ScheduleSpec(_interleaved, (2, None)),
     "seq1f1b-zb": ScheduleSpec(_zero_bubble),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,10 +125,6 @@ class Schedule:
             if cap is not None:
                 _check_memory(self, cap, memory, one)
 
-    def grid(self, mark: tuple[int, int] | None = None) -> str:
-        """Draw one line per pipeline rank, an action per column; `mark` is the (pp_rank, action) to point at."""
-        return grid(self.rows, mark=mark)
-
     def with_messages(self) -> Rows:
         """Return the rows with messages that add no waiting and cannot deadlock.
 
@@ -141,29 +137,25 @@ class Schedule:
             {Action(a.stage, _MESSAGES[a.kind][2], a.round): k for k, a in enumerate(row) if a.kind in _MESSAGES}
             for row in self.rows
         ]  # where a row would use a RECV
-        sends: list[dict[int, Action]] = [{} for _ in self.rows]
-        receives: list[dict[int, list[Action]]] = [{} for _ in self.rows]
+        sends: list[dict[int, list[Action]]] = [defaultdict(list) for _ in self.rows]
+        receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in self.rows]
         for pp_rank, row in enumerate(self.rows):
-            sent: dict[int, list[tuple[int, Action]]] = {}  # by receiver: where it uses the message, and its RECV
+            sent: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # by receiver: where it uses a RECV, and it
             for k, action in enumerate(row):
                 step, send, receive = _MESSAGES.get(action.kind, (0, F, F))
                 peer = action.stage + step
                 if step == 0 or not 0 <= peer < len(self.pp_ranks) or self.pp_ranks[peer] == pp_rank:
                     continue
-                sends[pp_rank][k] = Action(action.stage, send, action.round)
+                sends[pp_rank][k].append(Action(action.stage, send, action.round))
                 arrival, receiver = Action(peer, receive, action.round), self.pp_ranks[peer]
-                sent.setdefault(receiver, []).append((used[receiver][arrival], arrival))
+                sent[receiver].append((used[receiver][arrival], arrival))
             for receiver, messages in sent.items():
                 latest = list(accumulate((place for place, _ in reversed(messages)), min))[::-1]
                 for place, (_, arrival) in zip(latest, messages, strict=True):
-                    receives[receiver].setdefault(place, []).append(arrival)
+                    receives[receiver][place].append(arrival)
         return tuple(
-            tuple(
-                each
-                for k, action in enumerate(row)
-                for each in (*receives[pp_rank].get(k, ()), action, *filter(None, [sends[pp_rank].get(k)]))
-            )
-            for pp_rank, row in enumerate(self.rows)
+            tuple(each for k, action in enumerate(row) for each in (*before[k], action, *after[k]))
+            for before, row, after in zip(receives, self.rows, sends, strict=True)
         )
 
     def pipeline_actions(self) -> Rows:
@@ -175,10 +167,6 @@ class Schedule:
             end = [Action(stage, kind) for stage in stages for kind in (ActionKind.REDUCE, ActionKind.RESHARD)]
             rows.append((*gather, *row, *end))
         return tuple(rows)
-
-    def to_csv(self) -> str:
-        """Return the rows as a CSV file that torch.distributed.pipelining loads; see `to_csv`."""
-        return to_csv(self.rows)
 
     @classmethod
     def from_csv(cls, text: str, name: str = "file", pieces: int | Sequence[int] = 1) -> Schedule:
@@ -317,8 +305,7 @@ def _pieces_of_sequences(units: int, pieces: int | Sequence[int], name: str) -> 
             raise PlanError(f"{value}; every unit is one piece; give numbers that make {units}", rule="units")
         return pieces
     if pieces < 1 or units % pieces:
-        legal = [k for k in range(1, units + 1) if units % k == 0]
-        nearest = min(legal, key=lambda k: abs(k - pieces), default=1)
+        nearest = min((k for k in range(1, units + 1) if units % k == 0), key=lambda k: abs(k - pieces), default=1)
         value = f"{name} has {units} units, which are not sequences of {pieces} pieces"
         raise PlanError(f"{value}; the number of pieces divides the number of units; use {nearest}", rule="units")
     return [pieces] * (units // pieces)
@@ -340,17 +327,13 @@ def grid(
     mark: tuple[int, int] | None = None,
     width: int = MAX_WIDTH,
 ) -> str:
-    """Draw rows of actions, time to the right, cut into blocks of lines that fit.
+    """Draw rows of actions, time to the right, cut into blocks of lines of `width` characters.
 
         pp_rank 0 | 0F0 0F1  .   .  0B0 0B1
         pp_rank 1 |  .  1F0 1B0 1F1 1B1  .
 
-    Args:
-        rows: actions per pipeline rank.
-        start: when each action starts; without it every action takes one column, in the order of its row.
-        stop: when each action stops, in the same shape.
-        mark: (pp_rank, number of the action) to point at; then only the block around it is drawn.
-        width: characters of a line.
+    Without `start` and `stop`, the times of the actions, every action takes one column, in the order of its row. `mark`
+    is the (pp_rank, number of the action) to point at; then only the block around it is drawn.
     """
     cells = [
         [f">{action}<" if (pp_rank, k) == mark else str(action) for k, action in enumerate(row)]

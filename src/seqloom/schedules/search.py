@@ -215,7 +215,6 @@ class _Progress:
         self.stages = [[s for s, own in enumerate(pp_ranks) if own == k][::-1] for k in range(len(caps))]
 
     def resolve(self, cell: int, pp_rank: int) -> None:
-        """Count down the inputs that a backward waits for."""
         self.missing[cell] -= 1
         if not self.missing[cell]:
             heappush(self.ready[pp_rank], (self.problem.urgency[cell], cell))
@@ -241,7 +240,6 @@ class _Progress:
         return self.problem.pp_ranks[stage - 1]
 
     def arrive(self, pp_rank: int, code: int) -> None:
-        """Hand an action's result to the pipeline rank that waits for it."""
         if code < self.cells:
             self.arrived[code // self.width + 1] += 1
         else:
@@ -274,13 +272,10 @@ class _Progress:
 
 
 def list_schedule(problem: SchedulingProblem, caps: Sequence[int], lead: Sequence[int]) -> ListSchedule:
-    """Put a problem in order.
+    """Put a problem in order under caps of at least `min_memory`.
 
-    Args:
-        problem: units, times and memory.
-        caps: the most that each pipeline rank may hold, at least `min_memory`.
-        lead: per pipeline rank, how many forwards more may wait at the next stage than backwards at the one before for
-            a forward to go first; with minus the number of units or less, backwards always go first.
+    `lead` is, per pipeline rank, how many forwards more may wait at the next stage than backwards at the one before for
+    a forward to go first; with minus the number of units or less, backwards always go first.
     """
     progress, durations = _Progress(problem, caps, lead), problem.durations
     rows: list[list[int]] = [[] for _ in caps]

@@ -72,12 +72,9 @@ class ScheduleTiming:
 
 
 def simulate_schedule(schedule: Schedule, times: Times, message: int = 0) -> ScheduleTiming:
-    """Run the schedule.
+    """Run a schedule whose rows are in an order that ends; see `Schedule.validate`.
 
-    Args:
-        schedule: rows in an order that ends; see `Schedule.validate`.
-        times: of every unit on every stage.
-        message: time from the end of an action to its result being on the next stage's pipeline rank.
+    `message` is the time from the end of an action to its result being on the next stage's pipeline rank.
     """
     start, stop = _run_rows(schedule, times, message)
     if any(len(done) < len(row) for done, row in zip(stop, schedule.rows, strict=True)):
@@ -156,14 +153,12 @@ def schedule_metrics(
 ) -> ScheduleMetrics:
     """Time a schedule of equal micro-batches; see `ScheduleTiming` for the figures.
 
-    Args:
-        schedule: in an order that ends.
-        forward, backward_input, backward_weight: time of a whole micro-batch on all stages of a pipeline rank.
+    The times are those of a whole micro-batch on all stages of a pipeline rank.
     """
-    denominator = math.lcm(*(value.denominator for value in (forward, backward_input, backward_weight)))
-    scaled = [int(value * denominator) for value in (forward, backward_input, backward_weight)]
+    given = (forward, backward_input, backward_weight)
+    denominator = math.lcm(*(value.denominator for value in given))
     sizes, one = unit_sizes(schedule.pp_ranks, schedule.units)
-    timing = simulate_schedule(schedule, Times(*(sizes * value for value in scaled)))
+    timing = simulate_schedule(schedule, Times(*(sizes * int(value * denominator) for value in given)))
     unit = denominator * one
     peak = tuple(most / one for most in peak_memory(schedule, sizes))
     return ScheduleMetrics(timing.bubble, timing.step_time / unit, timing.makespan / unit, peak, timing)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -52,31 +52,19 @@ IN_ORDER = tuple(FillPolicy(patience) for patience in (0.0, 0.5, 1.0))
 RUN_AHEAD = tuple(FillPolicy(patience, 4, reserve) for patience, reserve in product((0.0, 0.5, 1.0), (0, 1, 2, 5)))
 
 
-def zero_bubble(name: str, stages: int, pieces: Sequence[int], times: Times, lead: int = 1) -> Schedule:
+def zero_bubble(name: str, pp_size: int, pieces: Sequence[int], times: Times, lead: int = 1) -> Schedule:
     """Build ZB-H1 (lead 1) or ZB-H2 (lead 2) over pieces; with lead 1 and k pieces this is Seq1F1B-ZB.
 
-    Args:
-        name: of the schedule.
-        stages: one per pipeline rank.
-        pieces: how many each sequence has, in forward order; a piece holds that part of a micro-batch's memory.
-        times: of every unit on every stage.
-        lead: forwards that a pipeline rank is ahead of the next one.
+    A piece holds its part of a micro-batch's memory; `lead` is that of `one_forward_one_backward`.
     """
-    order = one_forward_one_backward(name, stages, pieces, lead)
+    order = one_forward_one_backward(name, pp_size, pieces, lead)
     sizes, _ = unit_sizes(order.pp_ranks, order.units)
     cap = max(peak_memory(order, sizes), default=0)
     return fastest_fill(order, times, (cap,) if lead == 1 else (cap, cap + int(sizes.max())), memory=sizes)
 
 
 def zb_v(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
-    """Build ZB-V.
-
-    Args:
-        name: of the schedule.
-        pp_size: pipeline ranks, with two stages each.
-        micro_batches: in one piece each.
-        times: of every unit on every stage.
-    """
+    """Build ZB-V: two stages per pipeline rank, micro-batches in one piece each."""
     rows = []
     for r in range(pp_size):
         turns = [("f", 2 * (pp_size - r) - 1), ("gf", r), ("gb", pp_size - r), ("fagb", 4 * micro_batches)]
@@ -85,25 +73,17 @@ def zb_v(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
 
 
 def v_half(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
-    """Build V-Half: about half the memory of 1F1B. Arguments as `zb_v`."""
-    extra = 3 if pp_size % 2 == 0 else 0
-
-    def slots(r: int) -> tuple[int, int, int, int]:
-        return 2 * r, 3 * pp_size - r - 2, 3 * pp_size + extra + 2 * r - 1, 6 * pp_size + extra - r - 2
-
-    order = _periodic(name, pp_size, micro_batches, slots)
-    return fastest_fill(order, times, (pp_size + 2,), IN_ORDER + RUN_AHEAD)
+    """Build V-Half: about half the memory of 1F1B."""
+    p, extra = pp_size, 3 if pp_size % 2 == 0 else 0
+    slots = [(2 * r, 3 * p - r - 2, 3 * p + extra + 2 * r - 1, 6 * p + extra - r - 2) for r in range(p)]
+    return fastest_fill(_periodic(name, slots, micro_batches), times, (p + 2,), IN_ORDER + RUN_AHEAD)
 
 
 def v_min(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
-    """Build V-Min: about a third of the memory of 1F1B. Arguments as `zb_v`."""
-    extra = 2 if pp_size % 3 == 0 else 0
-
-    def slots(r: int) -> tuple[int, int, int, int]:
-        return r, 2 * pp_size - r - 1, 2 * pp_size + extra + r, 4 * pp_size + extra - r - 1
-
-    order = _periodic(name, pp_size, micro_batches, slots)
-    return fastest_fill(order, times, (2 * -(-(pp_size + 2) // 3),), IN_ORDER + RUN_AHEAD)
+    """Build V-Min: about a third of the memory of 1F1B."""
+    p, extra = pp_size, 2 if pp_size % 3 == 0 else 0
+    slots = [(r, 2 * p - r - 1, 2 * p + extra + r, 4 * p + extra - r - 1) for r in range(p)]
+    return fastest_fill(_periodic(name, slots, micro_batches), times, (2 * -(-(p + 2) // 3),), IN_ORDER + RUN_AHEAD)
 
 
 def _take_turns(down: int, up: int, micro_batches: int, turns: list[tuple[str, int]]) -> tuple[Action, ...]:
@@ -123,20 +103,18 @@ def _take_turns(down: int, up: int, micro_batches: int, turns: list[tuple[str, i
     return tuple(row)
 
 
-def _periodic(
-    name: str, pp_size: int, micro_batches: int, slots: Callable[[int], tuple[int, int, int, int]]
-) -> Schedule:
+def _periodic(name: str, slots: Sequence[tuple[int, int, int, int]], micro_batches: int) -> Schedule:
     """Repeat the slots of one micro-batch on every pipeline rank every six slots: its two F, two I and two W.
 
     A rank that holds a micro-batch for t slots holds t / 6 of them at a time.
     """
     rows = []
-    for r in range(pp_size):
-        down, up = r, 2 * pp_size - 1 - r
-        block = zip(slots(r), ((down, F), (up, F), (up, B), (down, B)), strict=True)
+    for down, slots_of_rank in enumerate(slots):
+        up = 2 * len(slots) - 1 - down
+        block = zip(slots_of_rank, ((down, F), (up, F), (up, B), (down, B)), strict=True)
         entries = sorted((at + 6 * u, s, k, u) for at, (s, k) in block for u in range(micro_batches))
         rows.append(tuple(Action(stage, kind, u) for _, stage, kind, u in entries))
-    return _v_schedule(name, pp_size, micro_batches, rows)
+    return _v_schedule(name, len(slots), micro_batches, rows)
 
 
 def _v_schedule(name: str, pp_size: int, micro_batches: int, rows: list[tuple[Action, ...]]) -> Schedule:
@@ -151,15 +129,7 @@ def fastest_fill(
     policies: Iterable[FillPolicy] = IN_ORDER,
     memory: np.ndarray | None = None,
 ) -> Schedule:
-    """Return the fastest result of `fill_bubbles` over several caps and policies; of equal ones the leanest.
-
-    Args:
-        order: rows of F and B in an order that ends.
-        times: of every unit on every stage.
-        caps: memory of a pipeline rank, to try.
-        policies: to try.
-        memory: as for `fill_bubbles`.
-    """
+    """Return the fastest result of `fill_bubbles` over several caps and policies; of equal ones the leanest."""
     filled = [fill_bubbles(order, times, cap, memory, policy) for cap, policy in product(caps, policies)]
     timed = [(simulate_schedule(each, times), each) for each in filled if each is not None]
     if not timed:
@@ -183,7 +153,6 @@ def fill_bubbles(
         times: of every unit on every stage.
         cap: the most that a pipeline rank may hold, or one number per pipeline rank.
         memory: int64[stages, units], what a unit holds on a stage from its F to its W; 1 without it.
-        policy: how far a pipeline rank may depart from its row.
     """
     caps = [cap] * len(schedule.rows) if isinstance(cap, int) else list(cap)
     sizes = np.ones((len(schedule.pp_ranks), len(schedule.units)), dtype=np.int64) if memory is None else memory
@@ -221,7 +190,6 @@ class _BubbleFiller:
         return None if any(any(queues) for queues in self.queues) else tuple(map(tuple, self.out))
 
     def step(self, now: int, pp_rank: int) -> None:
-        """Let a free pipeline rank run one action, or wait."""
         action, full, ready_at = self.choose(now, pp_rank)
         pending = self.pending_weights[pp_rank]
         if action is not None:
@@ -235,7 +203,6 @@ class _BubbleFiller:
             heapq.heappush(self.heap, (ready_at, pp_rank))
 
     def fits_gap(self, gap: int, stage: int, unit: int) -> bool:
-        """Say whether a W may go into a gap."""
         return gap >= self.policy.patience * self.weight[stage][unit]
 
     def choose(self, now: int, pp_rank: int) -> tuple[Action | None, bool, int | None]:
@@ -269,7 +236,6 @@ class _BubbleFiller:
         return own if stage == self.last_stage or own is None else self.done.get((stage + 1, False, unit))
 
     def run(self, now: int, pp_rank: int, action: Action) -> None:
-        """Run a forward, or the input half of a backward."""
         stage, unit = action.stage, action.round
         assert unit is not None
         forward = action.kind is F
@@ -288,7 +254,6 @@ class _BubbleFiller:
             heapq.heappush(self.heap, (max(stop, self.free_at[other]), other))
 
     def set_busy(self, pp_rank: int, until: int) -> None:
-        """Come back to a pipeline rank when it is free again."""
         self.free_at[pp_rank] = until
         heapq.heappush(self.heap, (until, pp_rank))
 

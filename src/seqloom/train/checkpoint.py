@@ -57,13 +57,10 @@ class Checkpoints(AbstractContextManager):
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, group: dist.ProcessGroup | None = None) -> None:
-        """Find the newest checkpoint, and remove what a crash has left.
+        """Find the newest checkpoint in a folder that all ranks share, and remove what a crash has left.
 
-        Args:
-            folder: on a file system that all ranks share; created when it does not exist.
-            keep: complete checkpoints that stay, at least 1.
-            group: a gloo group of the ranks that take part, which nothing else uses; None: one is made of all processes
-                of torch.distributed. Where that is not initialised, this process is the only one.
+        `keep` complete checkpoints stay. `group` is a gloo group of the ranks that take part, which nothing else uses;
+        None: one is made of all processes of torch.distributed, or this process is the only one.
         """
         if keep < 1:
             raise SeqloomError(f"keep = {keep}; the newest checkpoint always stays, so keep 1 or more")

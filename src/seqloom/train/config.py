@@ -62,8 +62,7 @@ def _require_one(section: object, name: str, *keys: str) -> None:
     given = [key for key in keys if getattr(section, key) is not None]
     if len(given) != 1:
         problem = "both are given" if given else "neither is given"
-        dotted = " and ".join(f"{name}.{key}" for key in keys)
-        raise SeqloomError(f"{dotted}: {problem}; give exactly one of them")
+        raise SeqloomError(f"{' and '.join(f'{name}.{key}' for key in keys)}: {problem}; give exactly one of them")
 
 
 @_checked

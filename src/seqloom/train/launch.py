@@ -266,7 +266,9 @@ class Watchdog:
         self._writer.close()
         if error is None:
             signal.signal(signal.SIGTERM, self._handler)
-        elif is_lost_rank(error):
+        elif isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error))
+        ):
             # of our own errors, the lines after the first show where the ranks are
             details = str(error).strip().partition("\n")[2] if isinstance(error, SeqloomError) else ""
             raise SeqloomError(self._lost_rank_message(_first_sentence(error), details)) from error
@@ -303,13 +305,6 @@ class Watchdog:
         )
 
 
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error)) is not None
-
-
 def _first_sentence(error: BaseException) -> str:
     """The first sentence of an error, without the position in torch's source that precedes it."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(":")
@@ -344,16 +339,13 @@ def allocator_advice(device: str) -> str | None:
 def allocator_environment() -> Iterator[None]:
     """Give the setting to processes that are started inside, unless the user has one. This process does not use it."""
     name = ALLOCATOR_VARIABLES[0]
-    if user_allocator_setting() is not None:
-        yield
-        return
-    before = os.environ.pop(name, None)  # empty, if it is there
-    os.environ[name] = ALLOCATOR_SETTING
+    before = {name: os.environ[name]} if name in os.environ else {}
+    os.environ.update({} if user_allocator_setting() else {name: ALLOCATOR_SETTING})
     try:
         yield
     finally:
-        del os.environ[name]
-        os.environ.update({} if before is None else {name: before})
+        os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 # ---- Compilers

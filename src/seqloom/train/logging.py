@@ -112,8 +112,9 @@ class Metrics(AbstractContextManager):
 
     def _write(self, step: int, record: Mapping[str, Any], *, tracked: bool = False) -> None:
         """Append a line. Numbers that JSON does not have (nan, inf) become null; trackers get what they can draw."""
+        infinite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
         try:
-            self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n")
+            self._file.write(json.dumps({**record, **infinite}, allow_nan=False) + "\n")
         except OSError as error:
             raise SeqloomError(f"{self._path}: cannot be written ({error.strerror or error}); make room") from error
         numbers = {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
@@ -177,10 +178,6 @@ def summarize(records: Sequence[StepRecord], done: int = 0) -> dict[str, Any]:
         "tokens_per_second": sum(record.tokens for record in timed) / seconds if seconds else None,
         **{name: mean(name) for name in ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")},
     }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- Trackers

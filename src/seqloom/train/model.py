@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -28,18 +28,10 @@ from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.setup import load_model_spec
 
+BuildModel = Callable[[Config, torch.device, torch.dtype], ModelAdapter]
+"""Return the model of a run, its parameters on "meta" and the same `deferred` values of them on all ranks.
 
-class BuildModel(Protocol):
-    """Builds the model of a run."""
-
-    def __call__(self, config: Config, device: torch.device, dtype: torch.dtype, /) -> ModelAdapter:
-        """Return the model, its parameters on "meta" and the same `deferred` values of them on all ranks.
-
-        Parameters of `dtype` will live on `device`; on "meta" there are no values.
-        """
-        ...
-
-
+Parameters of the dtype will live on the device; on "meta" there are no values."""
 SaveModel = Callable[[Config, nn.Module, Mapping[str, torch.Tensor]], Path]
 """Write the trained model, given its module and its full state dict on the CPU; return where. Called on rank 0."""
 

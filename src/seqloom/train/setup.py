@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.data import Batch, LengthLimitedSource, PackedBatches, Sampler, Source, open_source
+from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp
@@ -57,7 +57,7 @@ class RunSetup:
     def load(cls, config: Config, ranks: int) -> RunSetup:
         """Open and check everything that needs no other rank, for a run on `ranks` processes."""
         spec = load_model_spec(config)
-        source = open_documents(config, spec)
+        source = open_documents(config.data.source, config, spec)
         cost = make_cost_model(config, spec, ranks, int(source.lengths.max()))
         sampler = make_sampler(config, source, cost)
         batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
@@ -68,7 +68,9 @@ class RunSetup:
 
     def validation(self) -> tuple[Source, list[Batch]]:
         """Return the documents of evaluation, and its batches: always the same ones."""
-        source = open_documents(self.config, self.spec, validation=True)
+        if self.config.data.validation is None:
+            raise SeqloomError("data.validation is not set; name the documents to evaluate on")
+        source = open_documents(self.config.data.validation, self.config, self.spec)
         return source, make_sampler(self.config, source).peek(self.config.evaluation.batches)
 
 
@@ -77,11 +79,8 @@ def load_model_spec(config: Config) -> ModelSpec:
     return ModelSpec.load(str(config.model.huggingface) if config.model.spec is None else config.model.spec)
 
 
-def open_documents(config: Config, spec: ModelSpec, *, validation: bool = False) -> Source:
+def open_documents(path: Path, config: Config, spec: ModelSpec) -> Source:
     """Open the documents of training or evaluation, under the config's limit of length."""
-    path: Path | None = config.data.validation if validation else config.data.source
-    if path is None:
-        raise SeqloomError("data.validation is not set; name the documents to evaluate on")
     source = open_source(path, vocabulary=spec.vocabulary)
     if config.data.max_length is None:
         return source
@@ -92,21 +91,17 @@ def make_sampler(config: Config, source: Source, cost: CostModel | None = None) 
     """Return the sampler of a run at its beginning. Without `cost` (evaluation) batches are never packed ahead."""
     seed, data = config.run.seed, config.data
     if cost is not None and data.batches == "hbp":
-        assert data.tokens is not None  # checked by the config
-        packed = _pack_with_hbp(source.lengths, cost, data.tokens, seed)
+        tokens = data.tokens
+        assert tokens is not None  # checked by the config
+        levels = choose_levels(source.lengths, cost, tokens)
+
+        def packed(epoch: int) -> tuple[np.ndarray, np.ndarray]:
+            """Pack with the same levels in all epochs, and another order of steps in each."""
+            packing = hbp(source.lengths, cost, tokens, levels=levels, seed=seed + epoch)
+            return packing.documents, packing.pack_starts[packing.step_starts]
+
         return Sampler(source.lengths, source.valid, seed=seed, packed=packed)
     return Sampler(source.lengths, source.valid, seed=seed, documents=data.sequences, tokens=data.tokens)
-
-
-def _pack_with_hbp(lengths: np.ndarray, cost: CostModel, tokens: int, seed: int) -> PackedBatches:
-    """Batches by hierarchical balance packing: the same pack lengths in all epochs, another order of steps in each."""
-    levels = choose_levels(lengths, cost, tokens)
-
-    def batches(epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        packing = hbp(lengths, cost, tokens, levels=levels, seed=seed + epoch)
-        return packing.documents, packing.pack_starts[packing.step_starts]
-
-    return batches
 
 
 def _count_steps(config: Config, source: Source, cost: CostModel) -> int:

@@ -35,7 +35,6 @@ from seqloom.dist.transport import broadcast_bytes
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
-from seqloom.params import Parameters
 from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.ahead import PlanAhead, StepPlan
@@ -76,7 +75,8 @@ class Trainer(AbstractContextManager):
         """Build model, optimiser and planner, and load the latest checkpoint if the config says so."""
         config = setup.config
         self.setup, self.config, self.transport, self.device = setup, config, transport, torch.device(device)
-        self._closing, self._model_family, self._watchdog = ExitStack(), model_family, watchdog
+        self._closing, self._model_family = ExitStack(), model_family
+        self._enter_phase: Callable[..., None] = watchdog.enter_phase if watchdog else lambda *_, **__: None
         parameter_dtype, compute_dtype = parameter_dtypes(config)
         self._compute_dtype = compute_dtype or parameter_dtype
         adapter = model_family.build(config, self.device, parameter_dtype)
@@ -123,7 +123,10 @@ class Trainer(AbstractContextManager):
             if (save_every and step % save_every == 0) or step == self.setup.steps:
                 self.save_checkpoint(step)
         self._enter_phase("the end of the run", limited=False)
-        self.save_model()
+        # also when no step was left to do, since a crash may have come before this
+        state = gather_state_dict(self.adapter.module, self.parameters, root=self.transport.rank == 0)
+        if self.transport.rank == 0:
+            self._model_family.save(self.config, self.adapter.module, state)
         return {} if metrics is None else metrics.summary()
 
     def _planned_batches(self) -> Iterator[tuple[int, Batch]]:
@@ -150,7 +153,23 @@ class Trainer(AbstractContextManager):
         result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
         rate = self.update(step_plan.step, result)
         seconds = float(gather_scalars(time.perf_counter() - start, self.transport, self.device).max())
-        return self._record(step_plan, batch, result, rate, seconds)
+        plan, bound_ns = step_plan.plan, step_plan.bound_ns
+        return StepRecord(
+            step=step_plan.step,
+            loss=result.loss,
+            tokens=batch.tokens,
+            lr=rate,
+            grad_norm=result.gradient_norm,
+            measured_ms=seconds * 1e3,
+            predicted_ms=step_plan.predicted_ns / 1e6,
+            planner_wait_ms=step_plan.wait_ns / 1e6,
+            gap_to_bound=step_plan.predicted_ns / bound_ns - 1 if bound_ns else None,
+            idle_share=step_plan.idle_share,
+            planner=plan.planner or "",
+            plan_hash=plan.hash,
+            shape=plan_shape(plan),
+            fallback=bool(step_plan.fallback_reason),
+        )
 
     def bind(self, plan: Plan) -> RankPlan:
         """Bind a plan to this rank, with all index work of the model's layers; `PlanBroadcast` has checked its hash."""
@@ -169,25 +188,6 @@ class Trainer(AbstractContextManager):
         self.optimiser.step()
         self.parameters.zero_grad()
         return rate
-
-    def _record(self, step_plan: StepPlan, batch: Batch, result: StepResult, rate: float, seconds: float) -> StepRecord:
-        plan, bound_ns = step_plan.plan, step_plan.bound_ns
-        return StepRecord(
-            step=step_plan.step,
-            loss=result.loss,
-            tokens=batch.tokens,
-            lr=rate,
-            grad_norm=result.gradient_norm,
-            measured_ms=seconds * 1e3,
-            predicted_ms=step_plan.predicted_ns / 1e6,
-            planner_wait_ms=step_plan.wait_ns / 1e6,
-            gap_to_bound=step_plan.predicted_ns / bound_ns - 1 if bound_ns else None,
-            idle_share=step_plan.idle_share,
-            planner=plan.planner or "",
-            plan_hash=plan.hash,
-            shape=plan_shape(plan),
-            fallback=bool(step_plan.fallback_reason),
-        )
 
     def evaluate(self, step: int, metrics: Metrics | None) -> None:
         """Compute the loss on the validation batches, each planned when it is due. All ranks call it."""
@@ -219,7 +219,8 @@ class Trainer(AbstractContextManager):
         build_attention_kernels(self.adapter, [first, *small], longest, self._compute_dtype, self.device, note)
         for plan in small:
             self._enter_phase(f"warm-up of {plan_shape(plan)}, plan {plan.hash[:12]}")
-            run_dummy_step(self.bind(plan), self.parameters)
+            run_step(self.bind(plan), self.parameters, _dummy_rows, sum(plan.documents))
+            self.parameters.zero_grad()
 
     def save_checkpoint(self, step: int) -> None:
         """Start to write a checkpoint: parameters, optimiser state, sampler cursor, config and strategies."""
@@ -247,13 +248,6 @@ class Trainer(AbstractContextManager):
         self._resumed_strategies = manifest.extra.get("strategies", [])
         return manifest.step
 
-    def save_model(self) -> None:
-        """Write the trained model; also when no step was left to do, since a crash may have come before this."""
-        root = self.transport.rank == 0
-        state = gather_state_dict(self.adapter.module, self.parameters, root=root)
-        if root:
-            self._model_family.save(self.config, self.adapter.module, state)
-
     def _start_planner(self) -> PlanAhead | None:
         if self.transport.rank:
             return None
@@ -271,10 +265,6 @@ class Trainer(AbstractContextManager):
         trackers = open_trackers(config.log.sinks, config.run.output, settings=config.as_dict(), done=done)
         metrics = Metrics(config.metrics, done=done, every=config.log.every, trackers=trackers, display=display)
         return self._closing.enter_context(metrics)
-
-    def _enter_phase(self, phase: str, *, limited: bool = True, details: Callable[[], str] = str) -> None:
-        if self._watchdog is not None:
-            self._watchdog.enter_phase(phase, limited=limited, details=details)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -296,14 +286,20 @@ class PlanBroadcast:
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, the same on all ranks; all ranks call it.
 
-        Rank 0 decides, also whether the fallback planner is used. Times are those of rank 0.
-
-        Raises:
-            SeqloomError: on every rank, when the ranks do not hold the same plan, or not one for these lengths.
+        Rank 0 decides, also whether the fallback planner is used. Times are those of rank 0. Every rank raises when the
+        ranks do not hold the same plan, or not one for these lengths.
         """
-        content = self._broadcast(None if self.ahead is None else _take_plan(self.ahead, step, lengths))
+        content: Any = None
+        if self.ahead is not None:
+            try:
+                step_plan = self.ahead.take(step, lengths)
+                content = {field.name: getattr(step_plan, field.name) for field in fields(step_plan)}
+                content["plan"] = step_plan.plan.to_json()
+            except SeqloomError as error:  # all ranks refuse together and none waits
+                content = {"error": str(error)}
+        content = self._broadcast(content)
         if "error" in content:
-            raise SeqloomError(f"step {content['step']} cannot be planned: {content['error']}")
+            raise SeqloomError(f"step {step} cannot be planned: {content['error']}")
         step_plan = StepPlan(**content | {"plan": Plan.from_json(content["plan"])})
         self._check_all_ranks(step, lengths, step_plan)
         return step_plan
@@ -339,16 +335,6 @@ class PlanBroadcast:
                 )
 
 
-def _take_plan(ahead: PlanAhead, step: int, lengths: Sequence[int] | np.ndarray) -> dict[str, Any]:
-    """Take the plan of a step, or why there is none: then all ranks refuse together and none waits."""
-    try:
-        step_plan = ahead.take(step, lengths)
-    except SeqloomError as error:
-        return {"step": step, "error": str(error)}
-    content = {field.name: getattr(step_plan, field.name) for field in fields(step_plan)}
-    return content | {"plan": step_plan.plan.to_json()}
-
-
 def build_attention_kernels(
     adapter: ModelAdapter,
     plans: Sequence[Plan],
@@ -356,15 +342,14 @@ def build_attention_kernels(
     dtype: torch.dtype,
     device: torch.device,
     note: Callable[[str], None],
-) -> int:
-    """Build the attention kernels of a model for plans like these, and return how many; on a CPU there are none.
+) -> None:
+    """Build the attention kernels of a model for plans like these; on a CPU there are none.
 
     The Ulysses degrees of the plans decide how many heads a rank has; `longest` is the longest document in tokens.
     """
     capacity = max(tokens for plan in plans for _, tokens in plan.limits.capacity)
     rounds = [round_ for plan in plans for pipeline in plan.pipelines for round_ in pipeline.rounds]
     degrees = {group.ulysses for round_ in rounds for work in round_.by_stage for group in work.groups}
-    shapes = 0
     for degree in sorted(degrees):
 
         def report(done: int, total: int, degree: int = degree) -> None:
@@ -374,19 +359,12 @@ def build_attention_kernels(
         for heads, kv_heads, dim, window, scale in adapter.attention_specs:
             reach = longest if window is None else min(longest, window)
             options = {"tokens": degree * capacity, "scale": scale, "ulysses": (degree,), "report": report}
-            shapes += warm_up_attention(heads, kv_heads, dim, dtype, device, longest=reach, **options)
-    return shapes
+            warm_up_attention(heads, kv_heads, dim, dtype, device, longest=reach, **options)
 
 
-def run_dummy_step(rank_plan: RankPlan, parameters: Parameters) -> None:
-    """Run a plan on dummy tokens and drop its gradients. All ranks call it."""
-
-    def rows(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.zeros(context.tokens, dtype=torch.int64, device=rank_plan.device)
-        return ids, ids
-
-    run_step(rank_plan, parameters, rows, sum(rank_plan.plan.documents))
-    parameters.zero_grad()
+def _dummy_rows(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.zeros(context.tokens, dtype=torch.int64, device=context.device)
+    return ids, ids
 
 
 def gather_scalars(value: float, transport: Transport, device: torch.device) -> torch.Tensor:

@@ -14,6 +14,7 @@ from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 from support.attention_cases import Case, assemble, worst
+from support.held_memory import kv_cache_bytes
 from support.kv_cache_cases import PiecesCase, attend_pieces
 from support.transports import CountingTransport
 
@@ -50,10 +51,10 @@ def test_one_buffer_per_document_and_gradients_in_wide_numbers(dtype, wide):
     outs = []
     for context in case().bind(SingleRankTransport(), kv_cache):
         outs.append(forward(context, dtype))
-        assert kv_cache.bytes == keys
+        assert kv_cache_bytes(kv_cache) == keys
     for n, out in zip((2, 1, 0), reversed(outs), strict=True):
         out.sum().backward()
-        assert kv_cache.bytes == (keys + 20 * ROW * wide if n else 0)
+        assert kv_cache_bytes(kv_cache) == (keys + 20 * ROW * wide if n else 0)
     kv_cache.check_empty()
 
 
@@ -109,7 +110,7 @@ def test_evaluation_frees_a_document_after_its_last_piece():
     kv_cache, held = KVCache(backward=False), []
     for context in case().bind(SingleRankTransport(), kv_cache):
         forward(context)
-        held.append(kv_cache.bytes)
+        held.append(kv_cache_bytes(kv_cache))
     assert held == [30 * ROW * 8, 30 * ROW * 8, 0]
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from seqloom.describe import SAMPLERS, Batch, drop_longer, sample, sampler
 from seqloom.describe.samplers import (
-    Atom,
-    Histogram,
-    LogNormal,
-    Mixture,
-    Pareto,
-    QuantileTable,
     Sampler,
-    Truncated,
-    Uniform,
+    atom,
+    histogram,
+    log_normal,
+    mixture,
+    pareto,
+    quantile_table,
+    truncated,
+    uniform,
 )
 from seqloom.errors import SeqloomError
 
@@ -147,19 +147,19 @@ def test_bad_requests_are_refused():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: QuantileTable((0, 0.5), (1, 2)),
-        lambda: QuantileTable((0, 0.5, 0.5, 1), (1, 2, 3, 4)),
-        lambda: QuantileTable((0, 1), (2, 1)),
-        lambda: QuantileTable((0, 1), (2,)),
-        lambda: Histogram((1, 2), (1, 1)),
-        lambda: Histogram((3, 2), (1,)),
-        lambda: Histogram((1, 2), (0,)),
-        lambda: Histogram((1, 2), (1,), "square"),
-        lambda: Mixture((1,), ()),
-        lambda: Mixture((-1,), (Atom(3),)),
-        lambda: Pareto(0, 1, 2),
-        lambda: Pareto(1, 2, 2),
-        lambda: Uniform(3, 2),
+        lambda: quantile_table((0, 0.5), (1, 2)),
+        lambda: quantile_table((0, 0.5, 0.5, 1), (1, 2, 3, 4)),
+        lambda: quantile_table((0, 1), (2, 1)),
+        lambda: quantile_table((0, 1), (2,)),
+        lambda: histogram((1, 2), (1, 1)),
+        lambda: histogram((3, 2), (1,)),
+        lambda: histogram((1, 2), (0,)),
+        lambda: histogram((1, 2), (1,), "square"),
+        lambda: mixture((1,), ()),
+        lambda: mixture((-1,), (atom(3),)),
+        lambda: pareto(0, 1, 2),
+        lambda: pareto(1, 2, 2),
+        lambda: uniform(3, 2),
     ],
 )
 def test_impossible_distributions_are_refused(make):
@@ -168,7 +168,7 @@ def test_impossible_distributions_are_refused(make):
 
 
 def test_own_samplers_compose():
-    mix = Mixture((1, 1), (Atom(10), Truncated(LogNormal(3, 1), 20, 30)))
+    mix = mixture((1, 1), (atom(10), truncated(log_normal(3, 1), 20, 30)))
     lengths = Sampler("mine", "made here", mix).sample(1000, seed=0)
     assert set(np.unique(lengths)) <= {10, *range(20, 31)}
     assert 400 < np.sum(lengths == 10) < 600

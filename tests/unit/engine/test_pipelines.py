@@ -17,6 +17,7 @@ from seqloom.models.split_backward import WeightGradients
 from seqloom.params.interface import ReplicatedParameters
 from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.schedules import build_schedule
+from support.held_memory import kv_cache_bytes, waiting_units
 from support.pipelines import stages_on
 from support.steps import Step, tiny_spec
 from support.transports import CountingTransport
@@ -124,7 +125,9 @@ def test_a_plan_may_be_run_again_and_evaluated_and_leaves_nothing_behind(threads
         for _ in range(2):
             result = run_step(bound, parameters, STEP.rows(), STEP.valid)
             found.append((result.loss, result.gradient_norm, evaluate(bound, parameters, STEP.rows(), STEP.valid)))
-            assert (bound.kv_cache is None or bound.kv_cache.bytes == 0) and not parameters.weight_gradients.waiting
+            assert (bound.kv_cache is None or kv_cache_bytes(bound.kv_cache) == 0) and not waiting_units(
+                parameters.weight_gradients
+            )
         return found, result
 
     told = threads(4).run(body, strict=True)
@@ -148,7 +151,7 @@ def test_after_a_step_that_failed_the_next_one_is_right(threads):
 
     with pytest.raises(OSError, match="no data"):
         run_step(bound, parameters, breaks, STEP.valid)
-    assert bound.kv_cache.bytes > 0
+    assert kv_cache_bytes(bound.kv_cache) > 0
     result = run_step(bound, parameters, read, STEP.valid)
     assert abs(result.gradient_norm / wanted.norm - 1) < 1e-12
 

@@ -116,7 +116,7 @@ def test_selective_keeps_attention_outputs_and_lse_and_nothing_else(monkeypatch,
 
     monkeypatch.setattr(module, "SavedAttention", Watched)
     counts(Checkpoint.SELECTIVE, ulysses, 1)
-    tensors = [each for store in stores for record in store._records for each in (record.out, *chain(*record.groups))]
+    tensors = [each for store in stores for out, _, groups in store._records for each in (out, *chain(*groups))]
     storages = [each.untyped_storage() for each in tensors]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     tokens, heads, dim, size = 52, 4, 4, 8

@@ -18,6 +18,7 @@ from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group
+from support.held_memory import waiting_bytes, waiting_units
 from support.steps import Step, one_stage_plan, tiny_spec
 
 torch.set_num_threads(1)
@@ -65,7 +66,7 @@ def test_at_once_it_is_plain_torch_bit_by_bit(dtype, shape):
     for model, x in zip((plain, split), inputs, strict=True):
         for _ in range(2):
             model(x).square().sum().backward()
-    assert not weights.waiting
+    assert not waiting_units(weights)
     assert torch.equal(inputs[0].grad, inputs[1].grad)
     same(plain, split)
 
@@ -81,10 +82,10 @@ def test_units_in_flight_get_their_weights_gradients_in_any_order(dtype, wants):
         with weights.deferred(number):
             outputs[number].square().sum().backward()
         assert split.first.weight.grad is None and split.norm.weight.grad is not None
-    assert weights.waiting == (2, 0, 1) and weights.bytes > 0
+    assert waiting_units(weights) == (2, 0, 1) and waiting_bytes(weights) > 0
     for number in (0, 2, 1):
         weights.run(number)
-    assert not weights.waiting and not weights.bytes
+    assert not waiting_units(weights) and not waiting_bytes(weights)
     theirs = [unit.clone().requires_grad_(wants) for unit in units]
     for number in (2, 0, 1):
         plain(theirs[number]).square().sum().backward()
@@ -172,4 +173,4 @@ def test_wrong_orders_are_refused():
     with pytest.raises(SeqloomError, match="gradients of 0 begin"), weights.deferred(0):
         pass
     weights.clear()
-    assert not weights.waiting
+    assert not waiting_units(weights)

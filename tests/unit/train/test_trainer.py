@@ -114,10 +114,7 @@ def test_every_degree_of_the_plans_and_every_call_of_the_model_is_built(monkeypa
     calls = (warm_call(32, 8, None), warm_call(32, 8, 4_096))
     adapter = ModelAdapter(module, (), lambda ids, context: ids, module, calls)
     capacity = max(tokens for _, tokens in plan.limits.capacity)
-    assert (
-        trainer.build_attention_kernels(adapter, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"), told.append)
-        == 16
-    )
+    trainer.build_attention_kernels(adapter, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"), told.append)
     assert asked == [(32, 8, 128, 20_000, 8 * capacity, (8,)), (32, 8, 128, 4_096, 8 * capacity, (8,))]
     assert told[0] == "attention over 8 ranks: 2 of 8 shapes built" and len(told) == 8
 

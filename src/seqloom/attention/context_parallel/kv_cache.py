@@ -92,12 +92,6 @@ class KVCache:
         self.backward = backward
         self._documents: dict[tuple[int, int], _CachedDocument] = {}
 
-    @property
-    def bytes(self) -> int:
-        """Memory of keys, values and gradients that are held now."""
-        tensors = [each for cached in self._documents.values() for each in (cached.kv, cached.gradient)]
-        return sum(each.numel() * each.itemsize for each in tensors if each is not None)
-
     def check_empty(self) -> None:
         """Refuse keys that are left at the end of a step."""
         if self._documents:

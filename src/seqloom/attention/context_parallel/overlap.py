@@ -68,18 +68,6 @@ class LocalRuns:
     forward_runs: tuple[PreparedTile, ...]
     backward_runs: tuple[PreparedTile, ...]
 
-    def forward(self, run: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        """Return (out, lse) of one run."""
-        tile = self.forward_runs[run]
-        return tile.prepared.forward(q[tile.queries], k[tile.keys], v[tile.keys])
-
-    def backward(self, run: int, dout: torch.Tensor, saved: Saved) -> Tensors:
-        """Return (dq, dk, dv) of one run."""
-        tile = self.backward_runs[run]
-        rows = tile.queries
-        part = Saved(saved.q[rows], saved.k[rows], saved.v[rows], saved.out[rows], saved.lse[:, rows])
-        return tile.prepared.backward(dout[rows], part)
-
 
 class OverlapTask(NamedTuple):
     """A run of local documents: the number of its group among the rank's, and of the run."""
@@ -93,9 +81,6 @@ class OverlapSchedule(NamedTuple):
 
     forward: dict[int, tuple[OverlapTask, ...]]
     backward: dict[int, tuple[OverlapTask, ...]]
-
-
-NO_OVERLAP = OverlapSchedule({}, {})
 
 
 class OverlapQueue:
@@ -134,7 +119,7 @@ class GroupAttention:
     rows: RowIndex
     ulysses: UlyssesExchange | None
     inner: PreparedAttention | LocalRuns | ContextParallelAttention
-    schedule: OverlapSchedule = NO_OVERLAP
+    schedule: OverlapSchedule
     kernel_only: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -182,12 +167,7 @@ def schedule_overlap(
 ) -> tuple[GroupAttention, ...]:
     """Return the groups of a rank, the local ones cut into runs that overlap the exchanges of the others.
 
-    Args:
-        groups: in the order of the work.
-        heads: of a local group: all.
-        kernel: computes documents.
-        mask: causal and window.
-        node_size: ranks per node; None: not known.
+    `heads` are those of a local group: all. `mask` has causal and window.
     """
     documents = _local_documents(groups)
     waiting = {n: group.exchange_bytes for n, group in enumerate(groups) if group.exchange_bytes is not None}
@@ -195,24 +175,20 @@ def schedule_overlap(
         n for n in waiting if node_size and len({rank // node_size for rank in groups[n].group.participants}) > 1
     ]
     min_work = MIN_ROWS_X_HEADS if heads.shape.device.type == "cuda" else 0
-    runs: list[dict[int, list[PreparedTile]]] = []
-    tasks: list[dict[_Exchange, list[OverlapTask]]] = []
+    passes = []
     for is_backward in (0, 1) if waiting else (0,):  # nothing to wait for: one call, the same in both passes
         sizes = {n: waiting[n][is_backward] for n in inter_node or waiting}
         exchanges = [_Exchange(n, *numbered) for n, group in sizes.items() for numbered in enumerate(group)]
         chosen = _assign_exchanges(documents, exchanges, heads.shape.heads, min_work, mask)
-        pass_runs, pass_tasks = _prepare_runs(documents, chosen, heads, kernel, mask)
-        runs.append(pass_runs)
-        tasks.append(pass_tasks)
+        passes.append(_prepare_runs(documents, chosen, heads, kernel, mask))
+    (forward_runs, forward_tasks), (backward_runs, backward_tasks) = passes[0], passes[-1]
     found = []
     for n, (_, rows, ulysses, inner, _) in enumerate(groups):
         if inner is None:
-            inner = LocalRuns(tuple(runs[0][n]), tuple(runs[1][n])) if waiting else runs[0][n][0].prepared
-        during = [
-            {exchange.number: tuple(some) for exchange, some in pass_tasks.items() if exchange.group == n}
-            for pass_tasks in tasks
-        ]
-        found.append(GroupAttention(rows, ulysses, inner, OverlapSchedule(*during) if n in waiting else NO_OVERLAP))
+            runs = LocalRuns(tuple(forward_runs[n]), tuple(backward_runs[n]))
+            inner = runs if waiting else runs.forward_runs[0].prepared
+        schedule = OverlapSchedule(forward_tasks.get(n, {}), backward_tasks.get(n, {}))
+        found.append(GroupAttention(rows, ulysses, inner, schedule))
     return tuple(found)
 
 
@@ -253,10 +229,10 @@ def _prepare_runs(
     heads: LocalHeads,
     kernel: Kernel,
     mask: dict[str, Any],
-) -> tuple[dict[int, list[PreparedTile]], dict[_Exchange, list[OverlapTask]]]:
-    """Prepare every run of documents of one group and exchange; return runs by group, and tasks by exchange."""
+) -> tuple[dict[int, list[PreparedTile]], dict[int, dict[int, tuple[OverlapTask, ...]]]]:
+    """Prepare every run of documents of one group and exchange; return runs by group, tasks by group and exchange."""
     runs: dict[int, list[PreparedTile]] = {}
-    tasks: dict[_Exchange, list[OverlapTask]] = {}
+    tasks: dict[int, dict[int, tuple[OverlapTask, ...]]] = {}
     pairs = zip(documents, chosen, strict=True)
     for (group, exchange), run in groupby(pairs, key=lambda pair: (pair[0].group, pair[1])):
         own = [document for document, _ in run]
@@ -264,6 +240,7 @@ def _prepare_runs(
         segments = Segments.packed([document.stop - document.start for document in own], **mask)
         group_runs = runs.setdefault(group, [])
         if exchange is not None:
-            tasks.setdefault(exchange, []).append(OverlapTask(group, len(group_runs)))
+            during = tasks.setdefault(exchange.group, {})
+            during[exchange.number] = (*during.get(exchange.number, ()), OverlapTask(group, len(group_runs)))
         group_runs.append(PreparedTile(prepare(kernel, segments, heads), rows, rows))
     return runs, tasks

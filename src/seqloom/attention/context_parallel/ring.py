@@ -69,9 +69,7 @@ class Ring(ContextParallelAttention):
     """One rank's part of a ring.
 
     Attributes:
-        transport: of this rank.
-        ranks: of the ring, by ring index.
-        index: of this rank.
+        ranks, index: of the ring, and of this rank in it.
         keys: that go round in the same exchanges: those of the round first.
         ops: merge partial results.
         routed: exchanges through proxy ranks; None: from rank to rank.
@@ -174,9 +172,7 @@ class Ring(ContextParallelAttention):
     def _send_to_next(self, transfer: RoutedTransfer | None, *messages: tuple[Tensors, Tensors]) -> Handle:
         """Send the first of every pair to the next index, receive the second from the one before.
 
-        Args:
-            transfer: of a routed exchange.
-            messages: keys and values, then their gradients.
+        The first pair has keys and values, the second their gradients.
         """
         rank, after, before = (self.ranks[(self.index + k) % self.size] for k in (0, 1, -1))
         if self.routed is not None and transfer is not None:

@@ -31,7 +31,6 @@ class RoutedExchanges:
     """One rank's part in the routed exchanges of a group.
 
     Attributes:
-        transport: of this rank.
         forward, backward: its part in every exchange of a forward and of a backward, in order.
         unit: bytes of an element.
         device: of buffers for messages that are passed on.
@@ -54,14 +53,10 @@ class RoutedExchanges:
         node_size: int,
     ) -> RoutedExchanges:
         """Derive the part of the transport's rank in the moves of a group's forward and backward."""
-        known: dict[Move, RoutedTransfer] = {}  # in most rings nearly all exchanges are equal
-
-        def part(move: Move) -> RoutedTransfer:
-            if move not in known and group.route is not None:
-                known[move] = RoutedTransfer.of(move, group.route, node_size, transport.rank)
-            return known[move]
-
-        forward, backward = (tuple(part(move) for move in pass_moves) for pass_moves in moves)
+        assert group.route is not None  # the caller has asked
+        distinct = dict.fromkeys((*moves[0], *moves[1]))  # in most rings nearly all exchanges are equal
+        parts = {move: RoutedTransfer.of(move, group.route, node_size, transport.rank) for move in distinct}
+        forward, backward = (tuple(parts[move] for move in pass_moves) for pass_moves in moves)
         return cls(transport, forward, backward, unit, device)
 
     def start(
@@ -120,11 +115,9 @@ def returned_item(sender: int, receiver: int) -> int:
 def ring_moves(group: Group, rows: int, widths: Sequence[int], wide: int) -> tuple[list[Move], list[Move]]:
     """Return the exchanges of a ring, see `ring.py`: those of forward, and those of backward.
 
-    Every message has as many rows as the longest, so that hardly any two exchanges differ.
+    Every message has as many `rows` as the longest, so that hardly any two exchanges differ.
 
     Args:
-        group: ulysses x ring.
-        rows: of every message.
         widths: elements of a row, for every Ulysses index.
         wide: elements of a gradient for one of a key and value.
     """

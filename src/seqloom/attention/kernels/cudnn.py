@@ -316,13 +316,11 @@ class GraphCache:
     """Graphs by key, shared by all threads; handles by thread and stream (a handle belongs to one of each)."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._graphs: dict[tuple[GraphKey, bool], Graph] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
 
     def __len__(self) -> int:
-        """Number of graphs built."""
         return len(self._graphs)
 
     def graph(self, key: GraphKey, *, backward: bool) -> Graph:

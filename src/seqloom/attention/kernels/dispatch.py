@@ -123,9 +123,7 @@ def available_kernels(device: torch.device) -> tuple[Kernel, ...]:
 def default_dispatcher(device: torch.device | str, table: Path | None = None) -> Dispatcher:
     """Return the dispatcher over all kernels that can run on a device; the same one every time.
 
-    Args:
-        device: where attention runs.
-        table: file of measured times; None: the one that `seqloom profile` writes, and those of the package.
+    `table` is a file of measured times; None: the one that `seqloom profile` writes, and those of the package.
     """
     return _default_dispatcher(torch.device(device), table)
 
@@ -414,7 +412,6 @@ class KernelTimes:
     full: tuple[TimePoint, ...]
 
     def __post_init__(self) -> None:
-        """Check that the curves can be interpolated."""
         for name, points in (("causal", self.causal), ("full", self.full)):
             lengths = [point.length for point in points]
             if not points or lengths != sorted(set(lengths)) or lengths[0] < 1:

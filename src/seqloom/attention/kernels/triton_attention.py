@@ -59,14 +59,7 @@ Pick = Callable[[Kind, int, torch.dtype, int], Config]
 
 
 def default_config(kind: Kind, dim: int, dtype: torch.dtype, length: int) -> Config:
-    """Choose a Config: the one table to tune.
-
-    Args:
-        kind: which kernel.
-        dim: width of a head.
-        dtype: of q, k, v.
-        length: rows of the segment, on the side that the tiles cut.
-    """
+    """Choose a Config: the one table to tune. `length` counts rows of a segment, on the side that the tiles cut."""
     width = dim * dtype.itemsize  # bytes of a row: what shared memory must hold
     if width > 512:
         return Config(32, 16, warps=4, stages=1, join=length <= 16)
@@ -218,8 +211,7 @@ def _join(rows: Rows, chosen: np.ndarray, limit: int) -> tuple[np.ndarray, np.nd
 def parallel_kv_heads(tiles: Tiles, kv_heads: int, row_bytes: int) -> int:
     """Return how many kv heads run in parallel: the most that divide `kv_heads` and whose columns stay in cache.
 
-    Args:
-        row_bytes: bytes of one row of the other side that programs of one kv head read.
+    Programs of one kv head read `row_bytes` of every row of the other side.
     """
     wanted = tiles.config.side or max(1, _SHARED_BYTES // max(1, tiles.longest * row_bytes))
     return max(side for side in range(1, kv_heads + 1) if kv_heads % side == 0 and side <= max(1, wanted))
