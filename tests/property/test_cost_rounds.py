@@ -144,8 +144,8 @@ def test_the_break_even_is_that_of_the_alpha_beta_model():
     route = replace(cost.route(shape, (0, 8)), slices=1)
     plain, routed = (group_traffic((0, 8), shape, cost.cluster.nic_of_gpu, r) for r in (None, route))
     x, nvlink, network, hop = 8, 450 * 0.8, 50 * 0.9, 10_000
-    flow = [links.ring(shape, reach, Checkpoint.NONE).time for reach in (plain, routed)]
-    late = [links.ring_latency(shape, reach, Checkpoint.NONE) for reach in (plain, routed)]
+    flow = [links.kv(shape, reach, Checkpoint.NONE).time for reach in (plain, routed)]
+    late = [links.kv_latency(shape, reach, Checkpoint.NONE) for reach in (plain, routed)]
     exchanges_of_a_step = links.model.layers * 4
     message = links.ring_bytes(shape, Checkpoint.NONE) / exchanges_of_a_step  # mean bytes per token and exchange
     expected = 2 * hop / ((1 - 1 / x) * (1 / network - 2 / nvlink))  # bytes

@@ -49,18 +49,12 @@ def root(
 
 
 # In the order of the help.
-app.command("demo")(demo.demo)
-app.command("plan")(plan.plan)
-app.command("compare")(compare.compare)
-app.command("simulate")(plan.simulate)
-app.command("propose")(propose.propose)
-app.command("schedule")(schedule.schedule)
-app.command("profile")(profile.profile)
+for verb in (
+    *(demo.demo, plan.plan, compare.compare, plan.simulate, propose.propose, schedule.schedule, profile.profile),
+    *(check.check, train.train, train.verify, doctor.doctor),
+):
+    app.command(verb.__name__)(verb)
 app.add_typer(data.app, name="data")
-app.command("check")(check.check)
-app.command("train")(train.train)
-app.command("verify")(train.verify)
-app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

@@ -19,15 +19,12 @@ if TYPE_CHECKING:
     from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
     from seqloom.train.config import Config
 
-Ranks = Annotated[int | None, Option(help="Processes of the run; without it, the config's.")]
-Batches = Annotated[int, Option(help="First batches that are planned.")]
-
 
 def check(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
-    ranks: Ranks = None,
-    batches: Batches = 8,
+    ranks: Annotated[int | None, Option(help="Processes of the run; without it, the config's.")] = None,
+    batches: Annotated[int, Option(help="First batches that are planned.")] = 8,
     json: shared.AsJson = False,
 ) -> None:
     """Say what a training run will be before it is launched: data, steps, predicted times and memory.

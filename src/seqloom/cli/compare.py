@@ -22,8 +22,6 @@ Planners = Annotated[
         "free. Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin."
     ),
 ]
-BatchSize = Annotated[int, Option(help="Sequences per batch.")]
-Batches = Annotated[int, Option(help="Batches to plan.")]
 
 
 def compare(
@@ -33,8 +31,8 @@ def compare(
     profile: shared.Profile = None,
     sharding: shared.Sharding = "full",
     planners: Planners = "static,adaptive,flex,zones,auto",
-    batch_size: BatchSize = 512,
-    batches: Batches = 1,
+    batch_size: Annotated[int, Option(help="Sequences per batch.")] = 512,
+    batches: Annotated[int, Option(help="Batches to plan.")] = 1,
     skip: shared.Skip = 0,
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,

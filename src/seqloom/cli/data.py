@@ -17,20 +17,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make the data that training reads.")
 
-Inputs = Annotated[list[str], Argument(help="Files: .jsonl, .parquet, .txt.", metavar="INPUT")]
-Store = Annotated[Path, Option(help="Folder of the store; it must not exist.")]
-TokenizerName = Annotated[
-    str | None, Option(help="bytes, a tokenizer.json, or a Hugging Face tokenizer folder. Ids need none.")
-]
-MaxLength = Annotated[int | None, Option(help="Longest document, tokens.")]
-Policy = Annotated[str, Option(help="What happens to a longer one: refuse, truncate, drop.")]
-Text = Annotated[str | None, Option(help="Field with the text.  [default: text]")]
-Prompt = Annotated[str | None, Option(help="Field with the prompt, which the loss leaves out.")]
-Answer = Annotated[str | None, Option(help="Field with the answer to it, which the loss counts.")]
-Ids = Annotated[str | None, Option(help="Field with token ids.  [default: input_ids]")]
-Vocabulary = Annotated[int | None, Option(help="Ids are below this; without it, the tokenizer's.")]
-Unit = Annotated[str, Option(help="What a document of a .txt file is: line, or file.")]
-
 
 @app.callback()
 def root() -> None:
@@ -39,17 +25,19 @@ def root() -> None:
 
 @app.command("prepare")
 def prepare(
-    inputs: Inputs,
-    out: Store,
-    tokenizer: TokenizerName = None,
-    max_length: MaxLength = None,
-    too_long: Policy = "refuse",
-    text: Text = None,
-    prompt: Prompt = None,
-    answer: Answer = None,
-    ids: Ids = None,
-    vocabulary: Vocabulary = None,
-    unit: Unit = "line",
+    inputs: Annotated[list[str], Argument(help="Files: .jsonl, .parquet, .txt.", metavar="INPUT")],
+    out: Annotated[Path, Option(help="Folder of the store; it must not exist.")],
+    tokenizer: Annotated[
+        str | None, Option(help="bytes, a tokenizer.json, or a Hugging Face tokenizer folder. Ids need none.")
+    ] = None,
+    max_length: Annotated[int | None, Option(help="Longest document, tokens.")] = None,
+    too_long: Annotated[str, Option(help="What happens to a longer one: refuse, truncate, drop.")] = "refuse",
+    text: Annotated[str | None, Option(help="Field with the text.  [default: text]")] = None,
+    prompt: Annotated[str | None, Option(help="Field with the prompt, which the loss leaves out.")] = None,
+    answer: Annotated[str | None, Option(help="Field with the answer to it, which the loss counts.")] = None,
+    ids: Annotated[str | None, Option(help="Field with token ids.  [default: input_ids]")] = None,
+    vocabulary: Annotated[int | None, Option(help="Ids are below this; without it, the tokenizer's.")] = None,
+    unit: Annotated[str, Option(help="What a document of a .txt file is: line, or file.")] = "line",
     json: shared.AsJson = False,
 ) -> None:
     """Make a token store of texts, of prompts with their answers, or of token ids.

@@ -87,10 +87,9 @@ def demo(
     from seqloom.api import cost_model
     from seqloom.cli.compare import comparison
     from seqloom.cli.doctor import probe
-    from seqloom.view import save_picture
 
     shared.check_output(out)
-    shared.check_picture(picture)
+    shared.check_output(picture, "picture", (".svg",))
     names, left_out = installed_planners()
     cost = cost_model(CLUSTER, MODEL, profile=PROFILE, max_length=MAX_LENGTH)
     workload = shared.Workload.by_count(shared.Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
@@ -117,9 +116,7 @@ def demo(
             console.print("\nAnd now for real: a tiny model, trained with a fixed degree and with a plan per step.")
             draw_runs(console, train_twice(seed, show=True))
 
-    shared.report(json, content, draw)
-    if picture is not None:
-        save_picture(picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
+    shared.report(json, content, draw, picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
 
 
 def installed_planners() -> tuple[list[str], dict[str, str]]:

@@ -34,15 +34,8 @@ Planner = Annotated[
         "hbp: all sequences are made into steps."
     ),
 ]
-Size = Annotated[int | None, Option(help=f"Sequences of the batch.  [default: {DEFAULT_SIZE}]")]
-Explain = Annotated[bool, Option("--explain", help="Say for each class of documents why it is placed so.")]
 Tokens = Annotated[int | None, Option(help="Instead: as many whole sequences as fit in this many tokens.")]
-StepTokens = Annotated[int | None, Option(help="Of hbp: tokens of a step, at most.")]
 Out = Annotated[Path | None, Option(help="Write the plan to this file: .json, or .txt with one line per action.")]
-View = Annotated[bool, Option("--view", help="Draw the lengths and the timeline as well.")]
-PlanFile = Annotated[Path, Argument(metavar="PLAN", help="Plan file, .json or .txt.")]
-PlanSharding = Annotated[str | None, Option(help="full, hybrid or none; without it, the plan's own.")]
-RunLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens, as when planning.")]
 
 
 def plan(
@@ -52,9 +45,9 @@ def plan(
     profile: shared.Profile = None,
     sharding: shared.Sharding = "full",
     planner: Planner = "auto",
-    batch_size: Size = None,
+    batch_size: Annotated[int | None, Option(help=f"Sequences of the batch.  [default: {DEFAULT_SIZE}]")] = None,
     tokens_per_batch: Tokens = None,
-    tokens_per_step: StepTokens = None,
+    tokens_per_step: Annotated[int | None, Option(help="Of hbp: tokens of a step, at most.")] = None,
     skip: shared.Skip = 0,
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,
@@ -64,8 +57,8 @@ def plan(
     picture: shared.Picture = None,
     seed: shared.Seed = 0,
     json: shared.AsJson = False,
-    view: View = False,
-    explain: Explain = False,
+    view: Annotated[bool, Option("--view", help="Draw the lengths and the timeline as well.")] = False,
+    explain: Annotated[bool, Option("--explain", help="Say for each class of documents why it is placed so.")] = False,
 ) -> None:
     """Plan one batch, price the plan and say how far it is from the bound.
 
@@ -77,7 +70,7 @@ def plan(
     from seqloom.planners import PLANNERS, requested_stages
 
     shared.check_output(out)
-    shared.check_picture(picture)
+    shared.check_output(picture, "picture", (".svg",))
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
     options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
@@ -99,20 +92,23 @@ def plan(
             _draw_explanation(console, cost, evaluation)
         _print_end(planner, evaluation, out, cost.profile.name)
 
-    shared.report(json, lambda: _as_dict(cost, workload, evaluation, planner, out, explain), draw)
-    if picture is not None:
-        from seqloom.view import save_picture
-
-        save_picture(picture, "seqloom plan", lambda console: _draw_plan(console, cost, workload, evaluation, True))
+    shared.report(
+        json,
+        lambda: _as_dict(cost, workload, evaluation, planner, out, explain),
+        draw,
+        picture,
+        "seqloom plan",
+        lambda console: _draw_plan(console, cost, workload, evaluation, True),
+    )
 
 
 def simulate(
-    plan: PlanFile,
+    plan: Annotated[Path, Argument(metavar="PLAN", help="Plan file, .json or .txt.")],
     cluster: shared.Cluster,
     model: shared.Model,
     profile: shared.Profile = None,
-    sharding: PlanSharding = None,
-    max_length: RunLength = None,
+    sharding: Annotated[str | None, Option(help="full, hybrid or none; without it, the plan's own.")] = None,
+    max_length: Annotated[int | None, Option(help="Longest sequence of the run, tokens, as when planning.")] = None,
     budget_gib: shared.BudgetGib = None,
     picture: shared.Picture = None,
     json: shared.AsJson = False,
@@ -126,7 +122,7 @@ def simulate(
     from seqloom.api import cost_model_of, evaluate
     from seqloom.plan import Plan
 
-    shared.check_picture(picture)
+    shared.check_output(picture, "picture", (".svg",))
     loaded = Plan.load(plan)
     options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
     cost = cost_model_of(loaded, cluster, model, **options)

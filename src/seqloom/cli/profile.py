@@ -43,23 +43,8 @@ PACK_TOKENS = {"cuda": 131_072, "cpu": 0}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MASKS = ("causal", "full")
 
-Device = Annotated[str | None, Option(help="cpu, cuda or cuda:1; without it, the GPU if any.")]
-Heads = Annotated[int, Option(help="Query heads.")]
-KvHeads = Annotated[int, Option(help="Key and value heads.")]
-Dim = Annotated[int, Option(help="Width of a head.")]
-Dtype = Annotated[str, Option(help=f"{', '.join(DTYPES)}.")]
 Kernels = Annotated[str | None, Option(help="Names with commas between; without it, all but the plain reference.")]
 Longest = Annotated[int | None, Option(help="Longest document, tokens.  [default: 131072 on a GPU, 1024 on a CPU]")]
-Quick = Annotated[bool, Option("--quick", help="Fewer lengths and runs: a first impression.")]
-Output = Annotated[
-    Path | None, Option(help="File to write, .json; what a table holds of other shapes and devices is kept.")
-]
-Model = Annotated[
-    str | None, Option(help="Measure training steps of this model instead, and write a profile for --profile.")
-]
-Ranks = Annotated[int | None, Option(help="With --model: processes to start here.  [default: 1]")]
-Cluster = Annotated[str | None, Option(help="With --model: what the ranks run on, as in plan.")]
-Sharding = Annotated[str, Option(help="With --model: full, hybrid or none.")]
 Capacity = Annotated[int | None, Option(help="With --model: tokens of a rank in a round; else what memory holds.")]
 KERNEL_OPTIONS = ("device", "heads", "kv_heads", "dim", "kernels", "quick")
 MODEL_OPTIONS = ("ranks", "cluster", "sharding", "capacity")
@@ -67,19 +52,23 @@ MODEL_OPTIONS = ("ranks", "cluster", "sharding", "capacity")
 
 def profile(
     context: typer.Context,
-    device: Device = None,
-    heads: Heads = 32,
-    kv_heads: KvHeads = 8,
-    dim: Dim = 128,
-    dtype: Dtype = "bfloat16",
+    device: Annotated[str | None, Option(help="cpu, cuda or cuda:1; without it, the GPU if any.")] = None,
+    heads: Annotated[int, Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, Option(help="Key and value heads.")] = 8,
+    dim: Annotated[int, Option(help="Width of a head.")] = 128,
+    dtype: Annotated[str, Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
     kernels: Kernels = None,
     max_length: Longest = None,
-    quick: Quick = False,
-    output: Output = None,
-    model: Model = None,
-    ranks: Ranks = None,
-    cluster: Cluster = None,
-    sharding: Sharding = "full",
+    quick: Annotated[bool, Option("--quick", help="Fewer lengths and runs: a first impression.")] = False,
+    output: Annotated[
+        Path | None, Option(help="File to write, .json; what a table holds of other shapes and devices is kept.")
+    ] = None,
+    model: Annotated[
+        str | None, Option(help="Measure training steps of this model instead, and write a profile for --profile.")
+    ] = None,
+    ranks: Annotated[int | None, Option(help="With --model: processes to start here.  [default: 1]")] = None,
+    cluster: Annotated[str | None, Option(help="With --model: what the ranks run on, as in plan.")] = None,
+    sharding: Annotated[str, Option(help="With --model: full, hybrid or none.")] = "full",
     capacity: Capacity = None,
     json: shared.AsJson = False,
 ) -> None:
@@ -102,11 +91,17 @@ def profile(
         setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
         _profile_machine(setup, ranks, output, json)
         return
+    import torch
+
     from seqloom.attention.kernels.dispatch import KernelTable, default_table_path
+    from seqloom.attention.kernels.interface import AttentionShape
     from seqloom.profiling.kernels import time_kernels
 
     place = choose_device(device)
-    shape = make_shape(heads, kv_heads, dim, dtype, place)
+    if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
+        sizes = f"{heads} heads, {kv_heads} kv heads, head dim {dim}"
+        raise SeqloomError(f"{sizes}: all at least 1, and kv heads must divide the heads")
+    shape = AttentionShape(heads, kv_heads, dim, getattr(torch, dtype), place, dim**-0.5)
     chosen, left_out = choose_kernels(kernels, shape)
     settings = timing_settings(max_length, quick, place.type)
     path = default_table_path() if output is None else output
@@ -127,10 +122,8 @@ def _refuse_options(context: typer.Context, *, with_model: bool) -> None:
     """Refuse options that only the other kind of measurement has."""
     for name in KERNEL_OPTIONS if with_model else MODEL_OPTIONS:
         if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
-            option = "--" + name.replace("_", "-")
-            if with_model:
-                raise SeqloomError(f"{option} has no meaning with --model; leave it out, the model says it")
-            raise SeqloomError(f"{option} needs --model; add --model")
+            wrong = "has no meaning with --model; leave it out, the model says it"
+            raise SeqloomError(f"--{name.replace('_', '-')} {wrong if with_model else 'needs --model; add --model'}")
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -146,19 +139,6 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SeqloomError(f"device {name!r} is not here, torch sees {torch.cuda.device_count()} GPUs; use cpu")
     return device
-
-
-def make_shape(heads: int, kv_heads: int, dim: int, dtype: str, device: torch.device) -> AttentionShape:
-    """Return the attention shape to measure."""
-    import torch
-
-    from seqloom.attention.kernels.interface import AttentionShape
-
-    if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
-        raise SeqloomError(
-            f"{heads} heads, {kv_heads} kv heads, head dim {dim}: all at least 1, and kv heads must divide the heads"
-        )
-    return AttentionShape(heads, kv_heads, dim, getattr(torch, dtype), device, dim**-0.5)
 
 
 def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kernel], dict[str, str]]:

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from seqloom.cost import CostModel
     from seqloom.planners.hydraulis import Strategy
 
-StepTokens = Annotated[int, Option(help="Tokens of an optimiser step.")]
-Sequences = Annotated[int, Option(help="Sequences that stand for the data; a file is read whole.")]
-Steps = Annotated[int, Option(help="Steps of the data on which the strategies are tried.")]
-Most = Annotated[int, Option(help="Strategies to propose, at most.")]
 Out = Annotated[Path | None, Option(help="Write the strategies to this .json file, for plan.strategies of a config.")]
 
 
@@ -34,13 +30,13 @@ def propose(
     lengths: shared.Lengths,
     cluster: shared.Cluster,
     model: shared.Model,
-    tokens_per_step: StepTokens,
+    tokens_per_step: Annotated[int, Option(help="Tokens of an optimiser step.")],
     max_length: shared.MaxLength = None,
     profile: shared.Profile = None,
     budget_gib: shared.BudgetGib = None,
-    sequences: Sequences = 20_000,
-    steps: Steps = 32,
-    most: Most = 8,
+    sequences: Annotated[int, Option(help="Sequences that stand for the data; a file is read whole.")] = 20_000,
+    steps: Annotated[int, Option(help="Steps of the data on which the strategies are tried.")] = 32,
+    most: Annotated[int, Option(help="Strategies to propose, at most.")] = 8,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     out: Out = None,

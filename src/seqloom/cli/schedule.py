@@ -31,33 +31,26 @@ Name = Annotated[
         "seq1f1b-i, seq1f1b-zb or balanced.",
     ),
 ]
-Stages = Annotated[int | None, Option(help="Pipeline ranks.")]
-MicroBatches = Annotated[int | None, Option(help="Sequences of a step.")]
-Pieces = Annotated[str, Option(help="Pieces of every sequence, or one number per sequence such as 4,2,1.")]
 Chunks = Annotated[int | None, Option(help="Stages per pipeline rank; without it, the least the schedule takes.")]
-Times = Annotated[
-    str, Option(help="Forward, input half and weight half of the backward, of a micro-batch on a pipeline rank.")
-]
-Memory = Annotated[
-    float | None,
-    Option(help="Micro-batches that a pipeline rank may hold; what holds more is refused, balanced fits in."),
-]
-File = Annotated[
-    Path | None, Option(help="Read the schedule from this .csv file: a line per pipeline rank, actions 0F3.")
-]
-Csv = Annotated[Path | None, Option(help="Write the schedule to this .csv file.")]
 
 
 def schedule(
     name: Name = None,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    pieces: Pieces = "1",
+    stages: Annotated[int | None, Option(help="Pipeline ranks.")] = None,
+    micro_batches: Annotated[int | None, Option(help="Sequences of a step.")] = None,
+    pieces: Annotated[str, Option(help="Pieces of every sequence, or one number per sequence such as 4,2,1.")] = "1",
     chunks: Chunks = None,
-    times: Times = "1,1,1",
-    memory: Memory = None,
-    file: File = None,
-    csv: Csv = None,
+    times: Annotated[
+        str, Option(help="Forward, input half and weight half of the backward, of a micro-batch on a pipeline rank.")
+    ] = "1,1,1",
+    memory: Annotated[
+        float | None,
+        Option(help="Micro-batches that a pipeline rank may hold; what holds more is refused, balanced fits in."),
+    ] = None,
+    file: Annotated[
+        Path | None, Option(help="Read the schedule from this .csv file: a line per pipeline rank, actions 0F3.")
+    ] = None,
+    csv: Annotated[Path | None, Option(help="Write the schedule to this .csv file.")] = None,
     picture: shared.Picture = None,
     json: shared.AsJson = False,
 ) -> None:
@@ -71,7 +64,7 @@ def schedule(
     from seqloom.schedules.schedule import to_csv
     from seqloom.schedules.timing import schedule_metrics
 
-    shared.check_picture(picture)
+    shared.check_output(picture, "picture", (".svg",))
     shared.check_output(csv, "schedule", (".csv",))
     durations, limit, counts = parse_times(times), _parse_memory(memory), _parse_pieces(pieces)
     sizes = {"stages": stages, "micro_batches": micro_batches, "pieces": counts, "chunks": chunks}

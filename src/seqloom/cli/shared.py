@@ -6,6 +6,7 @@ that ``seqloom --help`` stays fast.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -55,21 +56,17 @@ Overrides = Annotated[list[str] | None, Option("--set", help="section.key=value,
 # Output.
 
 
-def print_json(value: Any) -> None:
-    """Print one JSON object on stdout."""
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
-
-
 def report(
     as_json: bool,
     content: Callable[[], dict[str, Any]],
     draw: Callable[[Console], None],
     picture: Path | None = None,
     title: str = "",
+    draw_picture: Callable[[Console], None] | None = None,
 ) -> None:
-    """Print a result as JSON or as text on stdout; draw the text to a picture file too, if there is one."""
+    """Print a result as JSON or as text on stdout; draw the text, or another, to a picture file if there is one."""
     if as_json:
-        print_json(content())
+        typer.echo(json.dumps(content(), indent=2, allow_nan=False))
     else:
         from rich.console import Console
 
@@ -77,7 +74,7 @@ def report(
     if picture is not None:
         from seqloom.view import save_picture
 
-        save_picture(picture, title, draw)
+        save_picture(picture, title, draw_picture or draw)
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -95,11 +92,6 @@ def check_output(path: Path | None, what: str = "plan", suffixes: tuple[str, ...
     if path.is_dir() or not path.absolute().parent.is_dir():
         wrong = "is a folder" if path.is_dir() else f"needs the folder {str(path.parent)!r}, which does not exist"
         raise SeqloomError(f"{str(path)!r} {wrong}; choose another file")
-
-
-def check_picture(path: Path | None) -> None:
-    """Refuse, before any work, a picture file that cannot be written."""
-    check_output(path, "picture", (".svg",))
 
 
 # Arguments and the installation.
@@ -137,14 +129,8 @@ def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
-        started = 0
-
-        def step(description: str) -> None:
-            nonlocal started
-            bar.update(task, completed=started, description=description)
-            started += 1
-
-        yield step
+        done = itertools.count()
+        yield lambda description: bar.update(task, completed=next(done), description=description)
 
 
 @contextmanager

@@ -25,12 +25,6 @@ DTYPES = ("float64", "float32")
 USUAL_PLANNERS = "static,adaptive,flex,zones"
 
 Ranks = Annotated[int | None, Option(help="Processes to start here; without it, the config's.")]
-Planners = Annotated[
-    str | None, Option(help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages.")
-]
-ThreadRanks = Annotated[int | None, Option(help="Threads that play ranks; without it, the config's.")]
-Dtype = Annotated[str, Option(help="float64, or float32 with a wider tolerance.")]
-Batches = Annotated[int, Option(help="Steps that are compared.")]
 
 
 def train(
@@ -56,17 +50,13 @@ def train(
         summary = train_under_torchrun(loaded, model_family=family, show=not json)
     else:
         summary = train_on_processes(loaded, ranks or loaded.run.ranks, model_family=family, show=not json)
-    if not summary:  # another rank than the first
-        return
-    if json:
-        shared.print_json(summary)
-        return
-    typer.echo(
-        f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
-        f"{summary['tokens_per_second'] or 0:,.0f} tokens/s"
-    )
-    typer.echo(f"checkpoints and metrics: {loaded.run.output}")
-    typer.echo(f"trained model: {loaded.run.output / 'model'}")
+    if summary:  # of the first rank
+        text = (
+            f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
+            f"{summary['tokens_per_second'] or 0:,.0f} tokens/s\ncheckpoints and metrics: {loaded.run.output}\n"
+            f"trained model: {loaded.run.output / 'model'}"
+        )
+        shared.report(json, lambda: summary, lambda _: typer.echo(text))
 
 
 def model_family_of(config: Config) -> ModelFamily:
@@ -83,10 +73,12 @@ def model_family_of(config: Config) -> ModelFamily:
 def verify(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
-    planners: Planners = None,
-    ranks: ThreadRanks = None,
-    dtype: Dtype = "float64",
-    batches: Batches = 1,
+    planners: Annotated[
+        str | None, Option(help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages.")
+    ] = None,
+    ranks: Annotated[int | None, Option(help="Threads that play ranks; without it, the config's.")] = None,
+    dtype: Annotated[str, Option(help="float64, or float32 with a wider tolerance.")] = "float64",
+    batches: Annotated[int, Option(help="Steps that are compared.")] = 1,
     json: shared.AsJson = False,
 ) -> None:
     """Show that a plan does not change the result: loss, gradient norm and every gradient.

@@ -22,16 +22,12 @@ from seqloom.plan import Plan, Sharding
 
 FREE = 1e9
 """A rate is multiplied with this where a constant shall cost nothing."""
+TRAFFIC = ("all_to_all", "p2p", "collective")
 SCALED_US = ("layer", "ring_step", "document", "gathered", "piece", "prefix", "step")
 """Constants that the profile has in microseconds."""
 CONSTANTS = (
     *("matmul", "memory", "attention", "tile", "document", "gathered", "piece", "prefix", "layer", "ring_step", "step"),
-    *(
-        f"{place}.{kind}.{what}"
-        for place in ("intra", "network")
-        for kind in ("all_to_all", "p2p", "collective")
-        for what in ("bytes", "call", "hop")
-    ),
+    *map(".".join, itertools.product(("intra", "network"), TRAFFIC, ("bytes", "call", "hop"))),
 )
 """Everything of a profile that takes time. A round's own constant is not among them: it is counted per layer."""
 
@@ -46,19 +42,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A fitted profile, and how well it predicts the steps that it was fitted to.
+    """A fitted profile, and how well it predicts the steps that it was fitted to."""
 
-    Attributes:
-        profile: the start with every constant scaled.
-        factors: by which each constant costs more than at the start.
-        trials: measured steps.
-        predicted_ns: of every trial, by the fitted profile.
-    """
-
-    profile: AnalyticProfile
-    factors: dict[str, float]
+    profile: AnalyticProfile  # the start with every constant scaled
+    factors: dict[str, float]  # by which each constant costs more than at the start
     trials: tuple[Trial, ...]
-    predicted_ns: tuple[float, ...]
+    predicted_ns: tuple[float, ...]  # of every trial, by the fitted profile
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -109,29 +98,25 @@ def _prices(cost: CostModel, profile: AnalyticProfile, trials: Sequence[Trial]) 
 
 
 def scale_constants(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticProfile:
-    """Multiply the time of constants by factors; 0 makes one free, those not named stay.
+    """Multiply the time of constants by factors, by names of `CONSTANTS`; 0 makes one free, those not named stay."""
 
-    Args:
-        profile: the start.
-        factors: by names of `CONSTANTS`.
-    """
+    def factor(name: str) -> float:
+        return float(factors.get(name, 1.0))
 
     def rate(name: str) -> float:
-        return 1.0 / max(float(factors.get(name, 1.0)), 1.0 / FREE)
+        return 1.0 / max(factor(name), 1.0 / FREE)
 
     def curve(own: Curve, name: str) -> Curve:
         forward, backward = (tuple(each * rate(name) for each in rates) for rates in (own.forward, own.backward))
         return Curve(own.lengths, forward, backward)
 
     def link(own: LinkRate, name: str) -> LinkRate:
-        call, hop = (float(factors.get(f"{name}.{what}", 1.0)) for what in ("call", "hop"))
-        return LinkRate(own.efficiency * rate(f"{name}.bytes"), own.call_us * call, own.hop_us * hop)
+        call_us, hop_us = own.call_us * factor(f"{name}.call"), own.hop_us * factor(f"{name}.hop")
+        return LinkRate(own.efficiency * rate(f"{name}.bytes"), call_us, hop_us)
 
     def links(own: Links, place: str) -> Links:
-        kinds = ("all_to_all", "p2p", "collective")
-        return Links(*(link(getattr(own, kind), f"{place}.{kind}") for kind in kinds))
+        return Links(*(link(getattr(own, kind), f"{place}.{kind}") for kind in TRAFFIC))
 
-    scaled = {f"{name}_us": getattr(profile, f"{name}_us") * float(factors.get(name, 1.0)) for name in SCALED_US}
     return replace(
         profile,
         matmul_tflops=profile.matmul_tflops * rate("matmul"),
@@ -140,8 +125,8 @@ def scale_constants(profile: AnalyticProfile, factors: Mapping[str, float]) -> A
         tile=curve(profile.tile, "tile"),
         intra=links(profile.intra, "intra"),
         network=links(profile.network, "network"),
-        round_us=profile.round_us * float(factors.get("layer", 1.0)),
-        **scaled,
+        round_us=profile.round_us * factor("layer"),
+        **{f"{name}_us": getattr(profile, f"{name}_us") * factor(name) for name in SCALED_US},
     )
 
 
@@ -150,10 +135,6 @@ def non_negative_least_squares(columns: np.ndarray, times: np.ndarray) -> np.nda
 
     Columns come in one after the other, the one that helps most first; one that turns negative goes out again (Lawson
     and Hanson's active set method).
-
-    Args:
-        columns: float64[n, k].
-        times: float64[n].
     """
     scale = np.abs(columns).max(axis=0)
     scale[scale == 0] = 1.0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from seqloom.cost.compute import kv_heads_per_rank, kv_width, query_width
+from seqloom.cost.compute import attention_widths, kv_heads_per_rank
 from seqloom.cost.shapes import GroupShape
 from seqloom.layout import Route, move_between
 from seqloom.plan import Checkpoint, Method, Remap
@@ -258,44 +258,41 @@ class Communication:
         latency = self.latency("all_to_all", traffic.ulysses.node_out > 0, (shape.ulysses - 1).bit_length())
         return self.model.layers * attention_exchanges(0, 0, checkpoint)[1] * latency
 
-    # ring: keys and values rotate behind attention
+    # keys and values: they rotate in a ring behind attention, or an all-gather brings them all before it
 
     def ring_bytes(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
-        """Bytes per token and GPU: K and V go r-1 steps in every pass, dK and dV r steps in float32."""
+        """Bytes per token and GPU of a ring: K and V go r-1 steps in every pass, dK and dV r steps in float32."""
         forward = passes(checkpoint) * (shape.ring - 1) / shape.ring * self._kv_values(shape) * ACTIVATION_BYTES
         return self.model.layers * (forward + self._kv_values(shape) * KV_GRADIENT_BYTES)
 
-    def ring(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
-        """ns per token: a ring moves at the pace of its slowest link."""
-        return self._kv_flow(self.ring_bytes(shape, checkpoint), "p2p", traffic, traffic.ring, traffic.ring)
+    def kv(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
+        """ns per token of sharing keys and values. A ring moves at the pace of its slowest link.
 
-    def ring_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
-        """ns per round: r-1 exchanges per forward, r+1 per backward (gradients set out one step after the keys)."""
-        if shape.ring == 1:
-            return 0.0
-        steps = (passes(checkpoint) - 1) * (shape.ring - 1) + shape.ring + 1
-        return self.model.layers * steps * self._kv_latency("p2p", traffic, traffic.ring, 0)
-
-    # all-gather of keys and values, in the place of a ring
-
-    def kv_gather(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
-        """ns per token of sending K and V to all ring ranks at once, and dK and dV back to their owner.
-
-        Sent directly, every rank of another node gets its own copy. A route carries K and V once to every node;
-        gradients are all different and cannot share the way.
+        A gather sends K and V to all ring ranks at once, and dK and dV back to their owner. Sent directly, every rank
+        of another node gets its own copy. A route carries K and V once to every node; gradients are all different and
+        cannot share the way.
         """
+        if shape.method == Method.RING:
+            return self._kv_flow(self.ring_bytes(shape, checkpoint), "p2p", traffic, traffic.ring, traffic.ring)
         message = self.model.layers * self._kv_values(shape) / shape.ring
         keys, gradients = passes(checkpoint) * ACTIVATION_BYTES * message, KV_GRADIENT_BYTES * message
         crossing = traffic.gather_once if traffic.proxies else traffic.gather
         forward = self._kv_flow(keys, "collective", traffic, crossing, traffic.gather)
         return forward + self._kv_flow(gradients, "collective", traffic, traffic.gather, traffic.gather)
 
-    def kv_gather_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
-        """ns per round: a gather per pass and one exchange of gradients, per layer."""
+    def kv_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
+        """ns per round.
+
+        A ring has r-1 exchanges per forward and layer and r+1 per backward (gradients set out one step after the keys),
+        an all-gather one per pass, and one of gradients.
+        """
         if shape.ring == 1:
             return 0.0
+        if shape.method == Method.RING:
+            steps = (passes(checkpoint) - 1) * (shape.ring - 1) + shape.ring + 1
+            return self.model.layers * steps * self._exchange_latency("p2p", traffic, traffic.ring, 0)
         calls = self.model.layers * (passes(checkpoint) + 1)
-        return calls * self._kv_latency("collective", traffic, traffic.gather, shape.ring - 1)
+        return calls * self._exchange_latency("collective", traffic, traffic.gather, shape.ring - 1)
 
     def gathered_kv(self, shape: GroupShape) -> float:
         """ns per token of a rank's own work on gathered keys: sorting them, adding up and sorting their gradients.
@@ -313,12 +310,10 @@ class Communication:
 
     def slices(self, shape: GroupShape, traffic: GroupTraffic, tokens: int) -> int:
         """Slices of a route with which ``tokens`` tokens of a group take least time."""
-        gather, none = shape.method == Method.GATHER, Checkpoint.NONE
-        flow, latency = (self.kv_gather, self.kv_gather_latency) if gather else (self.ring, self.ring_latency)
 
         def time(slices: int) -> float:
             cut = traffic._replace(slices=slices)
-            return flow(shape, cut, none).time * tokens + latency(shape, cut, none)
+            return self.kv(shape, cut, Checkpoint.NONE).time * tokens + self.kv_latency(shape, cut, Checkpoint.NONE)
 
         return best_slices(time)
 
@@ -331,7 +326,7 @@ class Communication:
             return direct_flow(crossing, link, nic)
         return routed_flow(crossing, wanted, traffic.proxies, traffic.slices, link, nic)
 
-    def _kv_latency(self, kind: str, traffic: GroupTraffic, messages: MessageCounts, hops: int) -> float:
+    def _exchange_latency(self, kind: str, traffic: GroupTraffic, messages: MessageCounts, hops: int) -> float:
         """ns of one exchange: a route has one stage on the network per slice, and two inside the nodes."""
         once = self.latency(kind, messages.node_out > 0, hops)
         if not traffic.proxies:
@@ -506,4 +501,4 @@ def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint) -> t
     again = checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL)
     if remap == Remap.MLP:
         return (4 + again) * model.hidden, 4 + again
-    return attention_exchanges(query_width(model), kv_width(model), checkpoint)
+    return attention_exchanges(*attention_widths(model), checkpoint)

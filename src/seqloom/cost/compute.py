@@ -43,7 +43,7 @@ def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
     Tensor ranks save the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
     and their own part of the feed-forward they save all these tokens, which is as much as all of it for their own.
     """
-    query, kv = query_width(model), kv_width(model)
+    query, kv = attention_widths(model)
     saved = (2 + 2 * tensor) * model.hidden + 3 * query + 2 * kv
     touched = 10 * model.hidden + 2 * (query + kv)
     return tuple(LayerValues(saved + ffn.saved, touched + ffn.touched) for ffn in feed_forward_values(model))
@@ -63,20 +63,15 @@ def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
     return tuple(sparse if layer in experts else dense for layer in range(model.layers))
 
 
-def query_width(model: ModelSpec) -> int:
-    """Values per token of all query heads together."""
-    return model.heads * model.head_dim
+def attention_widths(model: ModelSpec) -> tuple[int, int]:
+    """Values per token of all query heads together, and of all key heads; the value heads have as many."""
+    return model.heads * model.head_dim, model.kv_heads * model.head_dim
 
 
 def kv_heads_per_rank(heads: int, kv_heads: int, ulysses: int) -> int:
     """Key/value heads of the Ulysses rank whose query heads read most of them."""
     shared = heads // kv_heads
     return max(-(-high // shared) - low // shared for low, high in even_ranges(heads, ulysses))
-
-
-def kv_width(model: ModelSpec) -> int:
-    """Values per token of all key heads together; the value heads have as many."""
-    return model.kv_heads * model.head_dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,15 +178,10 @@ class Compute:
                 half = width / (2 * ring)
                 per_area = per_area + (1.0 - 1.0 / ring) * (tile(half) / half)
             total = total + layers * (area * per_area)
-        return total * (4.0 * query_width(self.model) * 1e-3 / ring)
+        return total * (4.0 * attention_widths(self.model)[0] * 1e-3 / ring)
 
     def tensor_sums(self, tensor: int, gathers: int) -> float:
-        """ns per token of a rank, all layers: a tensor parallel sum reads a row of every rank and writes one, in bf16.
-
-        Args:
-            tensor: ranks of the tensor parallel group.
-            gathers: sums per layer.
-        """
+        """ns per token of a rank, all layers, of so many sums per layer: each reads a row of every rank, writes one."""
         touched = gathers * self.model.layers * (tensor + 1) * self.model.hidden if tensor > 1 else 0
         return touched * 2 / self.memory_gb_s
 

@@ -26,8 +26,6 @@ from seqloom.cost.communication import (
     Flow,
     cp_model,
     cp_shape,
-    group_traffic,
-    nic_proxies,
     passes,
     tensor_gathers,
 )
@@ -43,8 +41,7 @@ from seqloom.cost.memory import (
 )
 from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
 from seqloom.errors import SeqloomError, unknown_name
-from seqloom.layout import Route
-from seqloom.plan import Checkpoint, Method, Reduce, Remap, Sharding
+from seqloom.plan import Checkpoint, Reduce, Remap, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,10 +93,6 @@ class CostEngine(ABC):
     def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow]:
         """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor ranks."""
         return Flow(), Flow(), Flow()
-
-    def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
-        """How keys and values cross nodes, best for so many tokens per rank; None where there is nothing to spread."""
-        return None
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
@@ -172,16 +165,16 @@ class AnalyticEngine(CostEngine):
         on its own stream, and as exposed time.
         """
         profile, checkpoint, layers = self.profile, policy.checkpoint, self.model.layers
-        cp = cp_shape(shape, self.tensor)
+        cp, exposed = cp_shape(shape, self.tensor), 1.0 - profile.overlap
         steps = passes(checkpoint) * (shape.ring - 1) * profile.ring_step_us if shape.overlaps_kv else 0.0
-        ring = self.links.ring_latency(cp, traffic, checkpoint) if shape.overlaps_kv else 0.0
-        kv_gather = 0.0 if shape.overlaps_kv else self.links.kv_gather_latency(cp, traffic, checkpoint)
+        kv = self.links.kv_latency(cp, traffic, checkpoint)
+        ring, kv_gather = (kv, 0.0) if shape.overlaps_kv else (0.0, kv)
         gather = 0.0 if policy.resident else 2 * self._collective(PARAMETER_BYTES)
         waits = policy.resident or policy.reduce == Reduce.STEP
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
         return {
-            "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + self._exposed * (gather + reduce),
-            "steps": layers * steps * 1e3 + self._exposed * ring,
+            "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + exposed * (gather + reduce),
+            "steps": layers * steps * 1e3 + exposed * ring,
             "ulysses": self.links.ulysses_latency(cp, traffic, checkpoint),
             "ring": ring,
             "gather": gather,
@@ -194,8 +187,8 @@ class AnalyticEngine(CostEngine):
         """ns per token of the group, without attention."""
         ulysses, kv, tensor = self.flows(shape, policy, traffic)
         sums = self.compute.tensor_sums(self.tensor, tensor_gathers(policy.checkpoint))
-        rates = self._kv_ns(shape, kv)
-        rates["kv_gather"] += 0.0 if shape.overlaps_kv else self.links.gathered_kv(cp_shape(shape, self.tensor))
+        rates = self.prefix_token_ns(shape, policy, traffic)
+        rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
         return rates | {
             "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree,
             "head": self.compute.head() / shape.degree,
@@ -206,14 +199,11 @@ class AnalyticEngine(CostEngine):
         }
 
     def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
-        """Keys and values in front of a piece are shared again, and their gradients sent back."""
-        return self._kv_ns(shape, self.flows(shape, policy, traffic)[1])
-
-    def _kv_ns(self, shape: GroupShape, kv: Flow) -> dict[str, float]:
-        """ns per token of sharing keys and values, by part."""
+        """Keys and values in front of a piece are shared again, like those of the piece, and gradients sent back."""
+        kv = self.flows(shape, policy, traffic)[1]
         ring = kv.time if shape.overlaps_kv else 0.0
         return {
-            "steps": self._exposed * ring,
+            "steps": (1.0 - self.profile.overlap) * ring,
             "ring": ring,
             "network": kv.network,
             "kv_gather": 0.0 if shape.overlaps_kv else kv.time,
@@ -227,18 +217,8 @@ class AnalyticEngine(CostEngine):
         tokens of all heads.
         """
         links, cp = self.links, cp_shape(shape, self.tensor)
-        kv = links.kv_gather if shape.method == Method.GATHER else links.ring
         seen = traffic, policy.checkpoint
-        return links.ulysses(cp, *seen), kv(cp, *seen), links.tensor(shape, *seen)
-
-    def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
-        """One proxy near each NIC of every node, and the best number of slices."""
-        nic_of = self.links.cluster.nic_of_gpu
-        proxies = nic_proxies(ranks, nic_of)
-        traffic = group_traffic(tuple(ranks), shape, nic_of, Route(proxies))
-        if not shape.routed or traffic.proxies < 2:
-            return None
-        return Route(proxies, self.links.slices(shape, traffic, tokens * shape.degree))
+        return links.ulysses(cp, *seen), links.kv(cp, *seen), links.tensor(shape, *seen)
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """Around attention all linear layers move, around the feed-forward only these."""
@@ -302,11 +282,6 @@ class AnalyticEngine(CostEngine):
         moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shard_ranks, layers, ranks)
         return moved + (rest + self.compute.optimiser(parameters / shard_ranks)), moved
 
-    @property
-    def _exposed(self) -> float:
-        """Share of the traffic beside computing that takes time of its own."""
-        return 1.0 - self.profile.overlap
-
     def _collective(self, bytes_per_parameter: int) -> float:
         size = bytes_per_parameter * self.memory.rank_parameters
         return self.links.collective(size, self.shard_ranks, self.model.layers)
@@ -327,8 +302,7 @@ class AdditiveEngine(CostEngine):
 
         Parameters are interpolated (and beyond the ends extrapolated) linearly between the published contexts.
         """
-        constants = _published(profile, cost.model)
-        _check_cluster(profile, cost.cluster)
+        constants = _published(profile, cost.cluster, cost.model)
         parameters = interpolate(constants.parameters_gi, cost.context)
         state = math.ceil(profile.state_bytes_per_parameter * parameters * GIB / shard_ranks)
         budget = profile.budget_gib if budget_gib is None else budget_gib
@@ -384,8 +358,11 @@ def interpolate(points: tuple[tuple[int, float], ...], x: float) -> float:
     return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
 
 
-def _published(profile: AdditiveProfile, model: ModelSpec) -> AdditiveModel:
-    """The profile's entry for this model, provided that it is the same model."""
+def _published(profile: AdditiveProfile, cluster: Cluster, model: ModelSpec) -> AdditiveModel:
+    """The profile's entry for this model, provided that it is the same model, on nodes like the authors'.
+
+    Published bandwidths are by degree; a single smaller node will do.
+    """
     if model.name not in profile.models:
         raise SeqloomError(
             f"{unknown_name(f'model for profile {profile.name}:', model.name, profile.models)} "
@@ -400,11 +377,6 @@ def _published(profile: AdditiveProfile, model: ModelSpec) -> AdditiveModel:
                 f"profile {profile.name} holds constants of a {model.name} with {field} {there}, "
                 f"this one has {here}; leave the profile out to price it"
             )
-    return entry
-
-
-def _check_cluster(profile: AdditiveProfile, cluster: Cluster) -> None:
-    """Published bandwidths are by degree, so nodes must be like the authors'; a single smaller node will do."""
     size = profile.node_size
     if not cluster.device.name.lower().startswith(profile.device.lower()):
         raise SeqloomError(
@@ -417,3 +389,4 @@ def _check_cluster(profile: AdditiveProfile, cluster: Cluster) -> None:
             f"{cluster.gpus_per_node}; take any number of nodes of {size}, one node of at most {size}, "
             "or leave the profile out"
         )
+    return entry

@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from seqloom.cost.communication import ACTIVATION_BYTES, KV_GRADIENT_BYTES
-from seqloom.cost.compute import kv_heads_per_rank, kv_width, layer_values, query_width
+from seqloom.cost.compute import attention_widths, kv_heads_per_rank, layer_values
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, LayerRange, Limits, Reduce
 
@@ -148,8 +148,8 @@ class AnalyticMemory:
         These are q, k, v and output sent and received; two K/V pairs in bf16 and two in float32 for a ring; and
         partial sums of tensor ranks sent and received.
         """
-        model, tensor = self.model, self.tensor
-        query, kv, hidden = query_width(model), kv_width(model), model.hidden
+        model, tensor, hidden = self.model, self.tensor, self.model.hidden
+        query, kv = attention_widths(model)
         values = layer_values(model, tensor)[layers.first : layers.stop]
         statistics = 4 * model.heads  # log-sum-exp, float32
         whole = [2 * layer.saved + statistics for layer in values]
@@ -264,15 +264,10 @@ def pp_rank_bytes(cost: CostModel, stages: Sequence[LayerRange], shard_group: in
 
 
 def pipeline_limits(cost: CostModel, pp_ranks: Sequence[Sequence[LayerRange]], shard_group: int) -> Limits:
-    """Limits of plans whose pipeline ranks have these stages.
+    """Limits of plans whose pipeline ranks have these stages, and shard groups of `shard_group` ranks.
 
     The capacity of a checkpoint is what the fullest rank can hold of one micro-batch and nothing else: how many are in
     flight is the plan's choice, and the simulator checks it. SeqloomError if the state alone does not fit.
-
-    Args:
-        cost: prices and budget.
-        pp_ranks: the stages of every pipeline rank.
-        shard_group: ranks that share parameter shards.
     """
     free = [cost.budget_bytes - pp_rank_bytes(cost, stages, shard_group) for stages in pp_ranks]
     budget = f"{cost.budget_bytes / GIB:.1f} GiB"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.cost import plan_cost
-from seqloom.cost.communication import Communication, GroupTraffic, group_traffic
+from seqloom.cost.communication import Communication, GroupTraffic, group_traffic, nic_proxies
 from seqloom.cost.engines import AdditiveEngine, AnalyticEngine, CostEngine
 from seqloom.cost.memory import GIB
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
@@ -30,13 +30,14 @@ from seqloom.cost.shapes import (
     useful_shapes,
 )
 from seqloom.errors import SeqloomError, unknown_name
+from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Reduce, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.layout import Route, Span
+    from seqloom.layout import Span
     from seqloom.plan import LayerRange, Plan, Stage
 
 DEFAULT_CONTEXT = 384 * 1024
@@ -257,18 +258,18 @@ class CostModel:
             np.add.at(sums[name], owner, values[0, stop] - values[0, start])
         prefix = edges[:, 0].astype(np.float64)
         if prefix.any():
-            further = np.rint(self.engine.prefix_ns(prefix, shape, policy)).astype(np.int64)
-            np.add.at(sums["attention"], owner, further)
-        if prefix.any() and shape.ring > 1:
-            for name, rate in self.engine.prefix_token_ns(shape, policy, traffic).items():
-                np.add.at(sums[name], owner, np.rint(rate * prefix).astype(np.int64))
+            rates = self.engine.prefix_token_ns(shape, policy, traffic) if shape.ring > 1 else {}
+            further = {name: rate * prefix for name, rate in rates.items()}
+            further["attention"] = self.engine.prefix_ns(prefix, shape, policy)
+            for name, values in further.items():
+                np.add.at(sums[name], owner, np.rint(values).astype(np.int64))
         return sums
 
     def _group_prices(self, place: PricedShape, policy: MemoryPolicy) -> tuple[CostBreakdown, dict[str, float]]:
         """(ns of a group before any document, ns per token by part)."""
         key = (place[0], policy, place[1])
         if key not in self._prices:
-            fixed = CostBreakdown(**{name: _ns(ns) for name, ns in self.engine.fixed_ns(*key).items()})
+            fixed = CostBreakdown(**{name: round(ns) for name, ns in self.engine.fixed_ns(*key).items()})
             self._prices[key] = fixed, self.engine.token_ns(*key)
         return self._prices[key]
 
@@ -286,16 +287,19 @@ class CostModel:
         return group_traffic(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks), self.tensor)
 
     def route(self, shape: GroupShape, ranks: Sequence[int]) -> Route | None:
-        """How a group's keys and values cross nodes: the proxies, and slices for ranks that are rather full.
+        """How a group's keys and values cross nodes: a proxy near each NIC, and slices for ranks that are rather full.
 
         None where the shape is not routed, the group stays in a node or a node has one NIC.
         """
         if not shape.routed:
             return None
-        key = (shape, tuple(ranks))
+        key, nic_of = (shape, tuple(ranks)), self.cluster.nic_of_gpu
         if key not in self._routes:
-            tokens = min((self._capacity[policy] for policy in self._fitting), default=PROBE_CAPACITY)
-            self._routes[key] = self.engine.route(shape, key[1], tokens)
+            tokens = min((self._capacity[policy] for policy in self._fitting), default=PROBE_CAPACITY) * shape.degree
+            proxies = nic_proxies(ranks, nic_of)
+            traffic = group_traffic(key[1], shape, nic_of, Route(proxies))
+            spread = traffic.proxies > 1
+            self._routes[key] = Route(proxies, self.links.slices(shape, traffic, tokens)) if spread else None
         return self._routes[key]
 
     def group(self, shape: GroupShape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
@@ -308,17 +312,12 @@ class CostModel:
     def step_overhead_ns(self, policy: MemoryPolicy) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""
         self._check(policy)
-        return _ns(self.engine.step_overhead(policy)[0])
-
-    def step_communication_ns(self, policy: MemoryPolicy) -> int:
-        """ns of the step's overhead that are communication: reduction once per step, sum over replicas."""
-        self._check(policy)
-        return _ns(self.engine.step_overhead(policy)[1])
+        return round(self.engine.step_overhead(policy)[0])
 
     def stage_overhead_ns(self, stages: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[int, int]:
         """(ns, of that communication) once per step, on `ranks` ranks that run these pipeline stages."""
         total, communication = self.engine.stage_overhead(stages, ranks, shard_group)
-        return _ns(total), _ns(communication)
+        return round(total), round(communication)
 
     def stage_message_ns(self, tokens: int, here: Stage, there: Stage) -> int:
         """ns of a message of so many tokens per rank between two pipeline stages; 0 without constants of links."""
@@ -341,10 +340,6 @@ class CostModel:
         if self._capacity.get(policy, 0) < 1:
             legal = ", ".join(map(str, self.policies))
             raise SeqloomError(f"memory policy {policy} is not possible here; choose one of {legal}")
-
-
-def _ns(value: float) -> int:
-    return int(np.rint(value))
 
 
 def _require_tensor(cost: CostModel) -> None:

@@ -73,11 +73,7 @@ class RoundTimes:
         return np.maximum(np.maximum(self.rank_ns, self.link_ns), nics)
 
     def component_ns(self, component: np.ndarray) -> np.ndarray:
-        """int64[components] ns of ranks that wait for each other.
-
-        Args:
-            component: int64[n] component of every rank, -1 of ranks that take no part.
-        """
+        """int64[components] ns of ranks that wait for each other; the component of ranks that take no part is -1."""
         times, at_work = np.zeros(component.max(initial=-1) + 1, dtype=np.int64), np.flatnonzero(component >= 0)
         np.maximum.at(times, component[at_work], self.busy_ns[at_work])
         return times
@@ -92,12 +88,8 @@ def round_times(
 ) -> RoundTimes:
     """Price a round: every rank in all its groups, every NIC and NVLink port.
 
-    Args:
-        cost: prices.
-        work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
-        policy: with the checkpoint of the work.
-        layers: the stage's layers; None: the whole model.
-        priced: int64[groups, len(COST_COLUMNS)], costs of its groups if they are known.
+    Groups may share ranks, and tokens may have a layout of their own in linear layers. Without `layers` it is the whole
+    model's. If costs of its groups are known, `priced` has them: int64[groups, len(COST_COLUMNS)].
     """
     policy = cost.priced_policy(policy)
     table = cost.group_costs(work.groups, policy) if priced is None else priced
@@ -141,11 +133,8 @@ def scale_to_layers(layers: LayerRange, table: np.ndarray) -> np.ndarray:
 def rank_costs(table: np.ndarray, rank: np.ndarray, group: np.ndarray, ranks: int) -> np.ndarray:
     """int64[ranks, len(COST_COLUMNS)]: costs of every rank, over all groups that it is in.
 
-    Args:
-        table: int64[groups, len(COST_COLUMNS)].
-        rank: int64[members] of every pair of a group and one of its ranks.
-        group: int64[members]
-        ranks: how many there are.
+    `table` is int64[groups, len(COST_COLUMNS)]; `rank` and `group`, int64[members], name the pairs of a group and one
+    of its ranks.
     """
     parts = np.zeros((ranks, len(COST_COLUMNS)), dtype=np.int64)
     np.add.at(parts, rank, table[group])
@@ -163,9 +152,7 @@ def rank_times(
     What a rank has once counts for its first member, exposed messages for the ring they belong to (fillers hide the
     first rings first), and waiting for the network for the last member.
 
-    Args:
-        parts: of every rank, with those that follow the linear layout; table, rank and group as in `rank_costs`.
-        local: bool[groups], groups of one rank.
+    `parts` has those of every rank, with what follows the linear layout; `local` marks the groups of one rank.
     """
     column = {name: table[:, index] for index, name in enumerate(COST_COLUMNS)}
     serial = table[:, columns(name for name in STREAMS[0] if name not in ONCE)].sum(axis=1)
@@ -244,11 +231,7 @@ def tokens_on_ranks(cost: CostModel, work: StageMicroBatch) -> np.ndarray:
 
 
 def join_shard_groups(touched: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Merge sets of shard groups that have one in common: the components of a round, ascending.
-
-    Args:
-        touched: numbers of the shard groups that each group of the round (with its proxies) touches.
-    """
+    """Merge the sets of shard groups that groups of a round touch, where they have one in common: its components."""
     parent: dict[int, int] = {}
 
     def root(i: int) -> int:
@@ -269,12 +252,10 @@ def join_shard_groups(touched: Iterable[Iterable[int]]) -> list[list[int]]:
 
 
 def finish_round(ready: np.ndarray, slowest: np.ndarray, joined: Iterable[Sequence[int]]) -> np.ndarray:
-    """int64[shard groups, ...] ns at which every shard group ends a round.
+    """int64[shard groups, ...] ns at which every shard group ends a round; further axes are independent steps.
 
-    Args:
-        ready: int64[shard groups, ...] ns at which each is free; further axes are independent steps.
-        slowest: int64[shard groups, ...] ns of its slowest rank in the round, 0 where it takes no part.
-        joined: components of the round, see `join_shard_groups`; shard groups in none of them run by themselves.
+    Each is free at `ready`, and `slowest` is the time of its slowest rank in the round, 0 where it takes no part. Shard
+    groups in none of the components that are `joined` run by themselves.
     """
     done = ready + slowest
     for component in joined:
@@ -284,12 +265,7 @@ def finish_round(ready: np.ndarray, slowest: np.ndarray, joined: Iterable[Sequen
 
 
 def finish_times(slowest: np.ndarray, joined: Sequence[Iterable[Sequence[int]]]) -> np.ndarray:
-    """int64[shard groups, ...] ns at which every shard group has run all rounds, from 0 on.
-
-    Args:
-        slowest: int64[rounds, shard groups, ...] as in `finish_round`.
-        joined: components of every round.
-    """
+    """int64[shard groups, ...] ns at which every shard group has run all rounds; see `finish_round`."""
     ready = np.zeros(slowest.shape[1:], dtype=np.int64)
     for times, components in zip(slowest, joined, strict=True):
         ready = finish_round(ready, times, components)
@@ -301,10 +277,8 @@ def round_components(
 ) -> tuple[np.ndarray, list[list[int]]]:
     """(int64[ranks] component of every rank at work, else -1; shard groups of every component).
 
-    Args:
-        work: the groups of a round, with their proxies; ranks that have tokens in linear layers only work too.
-        shard_group_of: number of every rank's shard group.
-        meeting: ranks that meet before and after every pass, in one component.
+    Proxies of groups, and ranks that have tokens in linear layers only, work too. Ranks `meeting` before and after
+    every pass are in one component.
     """
     together = [group.participants for group in work.groups]
     if work.linear is not None:
@@ -323,11 +297,8 @@ def round_components(
 
 def plan_ns(cost: CostModel, plan: Plan) -> int:
     """Step time of a plan of one-stage pipelines: latest finish of a shard group, plus what a step costs once."""
-    for pipeline in plan.pipelines:
-        if len(pipeline.stages) != 1:
-            raise SeqloomError(
-                f"a pipeline of {len(pipeline.stages)} stages has no closed form; simulate the plan instead"
-            )
+    if (most := max((len(pipeline.stages) for pipeline in plan.pipelines), default=1)) > 1:
+        raise SeqloomError(f"a pipeline of {most} stages has no closed form; simulate the plan instead")
     shard_group_of = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
     ready = np.zeros(len(plan.shard_groups), dtype=np.int64)
     overlap_windows = []
@@ -364,5 +335,5 @@ def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
         own, resident = cost.with_tensor(pipeline.stages[0].tensor), bool(unshard_times_by_stage(cost, pipeline))
         for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
             policy = MemoryPolicy(checkpoint, plan.reduce, resident)
-            costs.append((own.step_overhead_ns(policy), own.step_communication_ns(policy)))
+            costs.append((own.step_overhead_ns(policy), round(own.engine.step_overhead(policy)[1])))
     return max(costs)

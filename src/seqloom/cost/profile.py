@@ -51,17 +51,15 @@ class Profile:
     @staticmethod
     def for_device(device: str) -> AnalyticProfile:
         """The analytic profile that lists this device; compared by prefix, the longest match wins."""
-        found: list[tuple[int, str, AnalyticProfile]] = []
-        for profile in map(Profile.load, Profile.names()):
-            if isinstance(profile, AnalyticProfile):
-                listed = [d for d in profile.devices if device.lower().startswith(d.lower())]
-                found += [(len(d), profile.name, profile) for d in listed]
+        analytic = [p for p in map(Profile.load, Profile.names()) if isinstance(p, AnalyticProfile)]
+        listed = ((known, profile) for profile in analytic for known in profile.devices)
+        found = [(known, profile) for known, profile in listed if device.lower().startswith(known.lower())]
         if not found:
             raise SeqloomError(
                 f"no profile knows the device {device!r}; name one of {', '.join(Profile.names())} "
                 "or give the path of a profile file"
             )
-        return max(found, key=lambda entry: entry[:2])[2]
+        return max(found, key=lambda entry: (len(entry[0]), entry[1].name))[1]
 
 
 def require_analytic(profile: AdditiveProfile | AnalyticProfile) -> AnalyticProfile:
@@ -181,7 +179,6 @@ def parse_profile(text: str, where: str) -> AdditiveProfile | AnalyticProfile:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """Read one value by its type."""
     if is_dataclass(kind):
         return _read_dataclass(kind, value, where)
     origin, inner = get_origin(kind), get_args(kind)
@@ -197,7 +194,6 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    """Build a dataclass from a mapping with exactly its keys."""
     by_key = {JSON_KEYS.get(field.name, field.name): field for field in fields(kind)}
     needed = [key for key, field in by_key.items() if field.default is MISSING]
     data = read_object(value, where, needed, [key for key in by_key if key not in needed])

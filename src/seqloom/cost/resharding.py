@@ -67,11 +67,8 @@ def exposed_reshard_ns(
     of a round has, and of the last round's one half as backward; nothing, where weight halves (W) come last. The
     profile's ``overlap`` lowers what hides further.
 
-    Args:
-        cost: prices.
-        pipelines: of the plan.
-        overlap_windows: of every pipeline, ns of its first and of its last round on the first stage, each of the
-            component that is done first, although a longer one may be what the step waits for.
+    `overlap_windows` has of every pipeline the ns of its first and of its last round on the first stage, each of the
+    component that is done first, although a longer one may be what the step waits for.
     """
     times = reshard_times(cost, pipelines)
     if not times.before:
@@ -151,18 +148,13 @@ class ResidentParameters(NamedTuple):
 
 
 def resident_parameters(
-    cost: CostModel, pipelines: Sequence[Sequence[Stage]], per_pass: Sequence[frozenset[int]] = ()
+    cost: CostModel, pipelines: Sequence[Sequence[Stage]], per_pass: Sequence[frozenset[int]]
 ) -> tuple[ResidentParameters, ResidentParameters]:
     """Count what ranks keep for the step; and of this, the embedding (also where it is the head) and the first layer.
 
-    Of a stage that is unsharded for every pass each rank keeps a share, which no other rank of its stage has.
-
-    Args:
-        cost: of the model and the whole cluster.
-        pipelines: the stages of every pipeline.
-        per_pass: of every pipeline, the numbers of the stages that are unsharded for every pass; () for none at all.
+    Of a stage that is unsharded for every pass (their numbers are in `per_pass`, by pipeline) each rank keeps a share,
+    which no other rank of its stage has.
     """
-    per_pass = per_pass or [frozenset[int]()] * len(pipelines)
     held = _held_slices(cost, pipelines, per_pass)
     whole, cut = _unit_sizes(cost)
     early = np.arange(len(whole)) <= LAYERS
@@ -172,7 +164,10 @@ def resident_parameters(
         for stage in (stages[number] for number in sorted(numbers)):
             layers = LayerRange(*stage.layers, stages[-1].layers[1])
             everything = _with_shares(everything, stage, stage_parameters(cost, layers, stage.tensor))
-            first = _with_shares(first, stage, _early_parameters(cost, layers, stage.tensor))
+            own_early = cost.model.head_parameters if layers.has_head and cost.model.tied else 0
+            if layers.has_embedding:
+                own_early = stage_parameters(cost, LayerRange(0, 1, 2), stage.tensor)
+            first = _with_shares(first, stage, own_early)
     return everything, first
 
 
@@ -180,16 +175,15 @@ def _held_slices(
     cost: CostModel, pipelines: Sequence[Sequence[Stage]], per_pass: Sequence[frozenset[int]]
 ) -> np.ndarray:
     """bool[ranks, units, slices], whether a rank has a slice of a unit for the whole step."""
-    model = cost.model
+    model, end = cost.model, LAYERS + cost.model.layers
     slices = lcm(*(stage.tensor for stages in pipelines for stage in stages))
-    held = np.zeros((cost.ranks, LAYERS + model.layers + 1, slices), dtype=bool)
+    held = np.zeros((cost.ranks, end + 1, slices), dtype=bool)
     for stages, numbers in zip(pipelines, per_pass, strict=True):
-        last = stages[-1].layers[1]
         for stage in (stage for number, stage in enumerate(stages) if number not in numbers):
             first, stop = stage.layers
             units = list(range(LAYERS + first, LAYERS + stop))
             units += [EMBEDDING, POSITIONS] if first == 0 else []
-            units += [LAYERS + model.layers] + [EMBEDDING] * model.tied if stop == last else []
+            units += [end] + [EMBEDDING] * model.tied if stop == stages[-1].layers[1] else []
             width = slices // stage.tensor
             for index in range(stage.tensor):
                 places = np.ix_(stage.ranks[index :: stage.tensor], units)
@@ -210,7 +204,6 @@ def _unit_sizes(cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _count(held: np.ndarray, whole: np.ndarray, cut: np.ndarray, node_size: int) -> ResidentParameters:
-    """Add up units of these sizes."""
     by_node = held.reshape(-1, node_size, *held.shape[1:])
     entire = np.asarray(by_node.any(axis=3))
     parts, wholes = (each * (1 - 1 / np.maximum(each.sum(axis=1, keepdims=True), 1)) for each in (by_node, entire))
@@ -228,13 +221,6 @@ def _with_shares(counted: ResidentParameters, stage: Stage, parameters: int) -> 
     rank[ranks] += share
     node += np.bincount(ranks // (len(rank) // len(node)), minlength=len(node)) * share
     return ResidentParameters(rank, counted.others, node)
-
-
-def _early_parameters(cost: CostModel, layers: LayerRange, tensor: int) -> int:
-    """Parameters of a stage that belong to the embedding or to the first layer."""
-    if layers.has_embedding:
-        return stage_parameters(cost, LayerRange(0, 1, 2), tensor)
-    return cost.model.head_parameters if layers.has_head and cost.model.tied else 0
 
 
 # -- for every pass: FSDP with reshard_after_forward ----------------------------

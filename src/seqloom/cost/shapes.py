@@ -141,15 +141,10 @@ def candidate_shapes(
     """List plain rings by degree ascending, then Ulysses descending.
 
     Per degree: the widest Ulysses that the heads allow, a whole node of Ulysses, one key/value head per Ulysses rank
-    (the widest that replicates none), and a pure ring.
+    (the widest that replicates none), and a pure ring. Ulysses is a multiple of the tensor parallel degree.
 
-    Args:
-        family: blocks of the ranks.
-        heads: query heads of the model.
-        kv_heads: its key/value heads.
-        tensor: tensor parallel degree; Ulysses is a multiple of it.
-        cluster_family: blocks of the cluster that these ranks are a submesh of, if they are one: then groups have
-            sizes that divide the submesh and that the cluster has, so that it may lie at any multiple of its own size.
+    Where the ranks are a submesh of a cluster, groups have sizes that divide the submesh and that the cluster's family
+    has, so that it may lie at any multiple of its own size.
     """
     shapes = []
     sizes = [size for size in family.sizes if size % tensor == 0]
@@ -174,10 +169,7 @@ def _nests(ulysses: int, degree: int, node_size: int) -> bool:
 def with_methods(shapes: Iterable[GroupShape], node_size: int, nics: int) -> tuple[GroupShape, ...]:
     """Add to plain rings every other way to share keys and values: gathers, and routed ones where they leave a node.
 
-    Args:
-        shapes: plain rings.
-        node_size: ranks of a node.
-        nics: NICs of a node that have a GPU near them; with one there is nothing to spread a route over.
+    With one NIC near the GPUs of a node there is nothing to spread a route over.
     """
     every = []
     for plain in shapes:
@@ -192,10 +184,7 @@ def with_methods(shapes: Iterable[GroupShape], node_size: int, nics: int) -> tup
 def useful_shapes(tables: Callable[[np.ndarray], CostTables]) -> tuple[GroupShape, ...]:
     """Pick of every degree as few shapes as possible, such that one is within 3 % of the fastest for any document.
 
-    Documents of every length are tried, one by itself and a full pack of equal ones.
-
-    Args:
-        tables: prices all candidate shapes for given lengths.
+    Documents of every length are tried, one by itself and a full pack of equal ones. `tables` prices all candidates.
     """
     priced = tables(np.array(PROBE_LENGTHS, dtype=np.int64))
     useful: list[GroupShape] = []

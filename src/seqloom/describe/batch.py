@@ -25,14 +25,11 @@ class BatchStatistics:
     """The numbers that tell how uneven a batch is; they, not the name of a data set, predict the gain."""
 
     count: int
-    """Number of sequences."""
     tokens: int
-    """Sum of lengths."""
     mean: float
-    """Tokens per sequence."""
+    """Tokens per sequence; so are median, 99th percentile and longest."""
     median: float
     p99: float
-    """99th percentile of the lengths."""
     longest: int
     cv: float
     """Coefficient of variation: standard deviation / mean."""
@@ -77,8 +74,7 @@ class Batch:
     def statistics(self) -> BatchStatistics:
         """Mean, percentiles and how much of the attention work the longest sequences hold."""
         lengths = self.lengths.astype(np.float64)
-        squares = np.sort(lengths**2)
-        top = max(1, -(-len(self) // 100))
+        squares, top = np.sort(lengths**2), -(-len(self) // 100)
         mean = float(lengths.mean())
         return BatchStatistics(
             count=len(self),

@@ -76,24 +76,20 @@ class Cluster:
             if not isinstance(getattr(self, size), int):
                 raise SeqloomError(f"cluster {self.name}: {size} = {getattr(self, size)!r}; it must be a whole number")
         _positive(f"cluster {self.name}", self, "nodes", "gpus_per_node", "nics_per_node")
-        if len(self.nic_of_gpu) != self.gpus_per_node:
-            raise SeqloomError(
-                f"cluster {self.name}: nic_of_gpu has {len(self.nic_of_gpu)} entries for "
-                f"{self.gpus_per_node} GPUs of a node; give one NIC for each"
+        near, gpus, nics = self.nic_of_gpu, self.gpus_per_node, self.nics_per_node
+        wrong, idle = [nic for nic in near if not 0 <= nic < nics], sorted(set(range(nics)) - set(near))
+        problem = ""
+        if len(near) != gpus:
+            problem = f"nic_of_gpu has {len(near)} entries for {gpus} GPUs of a node; give one NIC for each"
+        elif wrong:
+            problem = f"nic_of_gpu names NIC {wrong[0]} but a node has {nics}; use 0 to {nics - 1}"
+        elif idle:
+            problem = (
+                f"NIC {idle[0]} of {nics} is near no GPU of a node (nic_of_gpu is {list(near)}), so nothing could use "
+                f"it; name it there, or set nics_per_node to {nics - len(idle)} and number the NICs from 0"
             )
-        wrong = [nic for nic in self.nic_of_gpu if not 0 <= nic < self.nics_per_node]
-        if wrong:
-            raise SeqloomError(
-                f"cluster {self.name}: nic_of_gpu names NIC {wrong[0]} but a node has {self.nics_per_node}; "
-                f"use 0 to {self.nics_per_node - 1}"
-            )
-        idle = sorted(set(range(self.nics_per_node)) - set(self.nic_of_gpu))
-        if idle:
-            raise SeqloomError(
-                f"cluster {self.name}: NIC {idle[0]} of {self.nics_per_node} is near no GPU of a node (nic_of_gpu is "
-                f"{list(self.nic_of_gpu)}), so nothing could use it; name it there, or set nics_per_node to "
-                f"{self.nics_per_node - len(idle)} and number the NICs from 0"
-            )
+        if problem:
+            raise SeqloomError(f"cluster {self.name}: {problem}")
 
     @classmethod
     def parse(cls, text: str) -> Cluster:

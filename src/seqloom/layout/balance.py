@@ -51,20 +51,19 @@ def _fill(work: Column, token_ns: int, held: Column) -> Column:
     total = int(held.sum())
     if not total:
         return held
+
+    def tokens_up_to(level: int) -> Column:  # without going over that time
+        return np.maximum(level - work, 0) // token_ns
+
     low, high = int(work.min()), int(work.min()) + total * token_ns  # too low, high enough
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _tokens_up_to(work, token_ns, middle).sum() >= total else (middle, high)
-    below, at = _tokens_up_to(work, token_ns, low), _tokens_up_to(work, token_ns, high)
+        low, high = (low, middle) if tokens_up_to(middle).sum() >= total else (middle, high)
+    below, at = tokens_up_to(low), tokens_up_to(high)
     last = np.flatnonzero(at > below)  # ranks that one more token brings up to the level
     chosen = last[np.argsort(below[last] - held[last], kind="stable")][: total - int(below.sum())]
     below[chosen] += 1
     return below
-
-
-def _tokens_up_to(work: Column, token_ns: int, level: int) -> Column:
-    """Return the tokens that every rank takes without going over a time level."""
-    return np.maximum(level - work, 0) // token_ns
 
 
 def rebalance_layout(

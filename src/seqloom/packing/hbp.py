@@ -210,10 +210,9 @@ def _in_running_order(
 ) -> Packing:
     """Build the packing whose packs run in the order of these steps."""
     packs = np.concatenate([own for _, own in steps])
-    place = np.empty_like(packs)
-    place[packs] = np.arange(len(packs))
-    documents = np.argsort(place[pack], kind="stable")
-    pack_starts = np.searchsorted(place[pack][documents], np.arange(len(packs) + 1))
+    place = np.argsort(packs)[pack]  # of every document's pack in the run
+    documents = np.argsort(place, kind="stable")
+    pack_starts = np.searchsorted(place[documents], np.arange(len(packs) + 1))
     step_starts = np.concatenate([[0], np.cumsum([len(own) for _, own in steps])])
     step_levels = np.array([level for level, _ in steps], dtype=np.int64)
     return Packing(name, lengths, cost, levels, documents, pack_starts, step_starts, step_levels)
@@ -370,14 +369,8 @@ class Balance:
 
     def as_dict(self) -> dict[str, float]:
         """The field's names: DBR, PR, ABR, CR; the time in milliseconds."""
-        return {
-            "dbr": self.tokens,
-            "pr": self.padding,
-            "abr": self.attention,
-            "cr": self.communication,
-            "steps": self.steps,
-            "mean_step_ms": self.step_ns / 1e6,
-        }
+        shares = {"dbr": self.tokens, "pr": self.padding, "abr": self.attention, "cr": self.communication}
+        return {**shares, "steps": self.steps, "mean_step_ms": self.step_ns / 1e6}
 
 
 def plans_balance(plans: Sequence[Plan], cost: CostModel, step_ns: Sequence[int] | None = None) -> Balance:

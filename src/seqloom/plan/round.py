@@ -173,17 +173,16 @@ class StageMicroBatch:
 
     def attention_layout(self) -> Layout:
         """Return who holds which tokens when attention starts."""
-        return self._derived() if self.attention is None else self.attention
-
-    def linear_layout(self) -> Layout:
-        """Return who holds which tokens in linear layers."""
-        return self.attention_layout() if self.linear is None else self.linear
-
-    def _derived(self) -> Layout:
+        if self.attention is not None:
+            return self.attention
         if not self.groups:
             return Layout.empty()
         parts = [group.token_columns() for group in self.groups]
         return Layout(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def linear_layout(self) -> Layout:
+        """Return who holds which tokens in linear layers."""
+        return self.attention_layout() if self.linear is None else self.linear
 
 
 @dataclass(frozen=True, slots=True)

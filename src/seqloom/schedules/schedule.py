@@ -305,8 +305,7 @@ def _pieces_of_sequences(units: int, pieces: int | Sequence[int], name: str) -> 
             raise PlanError(f"{value}; every unit is one piece; give numbers that make {units}", rule="units")
         return pieces
     if pieces < 1 or units % pieces:
-        legal = [k for k in range(1, units + 1) if units % k == 0]
-        nearest = min(legal, key=lambda k: abs(k - pieces), default=1)
+        nearest = min((k for k in range(1, units + 1) if units % k == 0), key=lambda k: abs(k - pieces), default=1)
         value = f"{name} has {units} units, which are not sequences of {pieces} pieces"
         raise PlanError(f"{value}; the number of pieces divides the number of units; use {nearest}", rule="units")
     return [pieces] * (units // pieces)
@@ -328,17 +327,13 @@ def grid(
     mark: tuple[int, int] | None = None,
     width: int = MAX_WIDTH,
 ) -> str:
-    """Draw rows of actions, time to the right, cut into blocks of lines that fit.
+    """Draw rows of actions, time to the right, cut into blocks of lines of `width` characters.
 
         pp_rank 0 | 0F0 0F1  .   .  0B0 0B1
         pp_rank 1 |  .  1F0 1B0 1F1 1B1  .
 
-    Args:
-        rows: actions per pipeline rank.
-        start: when each action starts; without it every action takes one column, in the order of its row.
-        stop: when each action stops, in the same shape.
-        mark: (pp_rank, number of the action) to point at; then only the block around it is drawn.
-        width: characters of a line.
+    Without `start` and `stop`, the times of the actions, every action takes one column, in the order of its row. `mark`
+    is the (pp_rank, number of the action) to point at; then only the block around it is drawn.
     """
     cells = [
         [f">{action}<" if (pp_rank, k) == mark else str(action) for k, action in enumerate(row)]

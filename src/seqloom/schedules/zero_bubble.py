@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -74,24 +74,16 @@ def zb_v(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
 
 def v_half(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
     """Build V-Half: about half the memory of 1F1B."""
-    extra = 3 if pp_size % 2 == 0 else 0
-
-    def slots(r: int) -> tuple[int, int, int, int]:
-        return 2 * r, 3 * pp_size - r - 2, 3 * pp_size + extra + 2 * r - 1, 6 * pp_size + extra - r - 2
-
-    order = _periodic(name, pp_size, micro_batches, slots)
-    return fastest_fill(order, times, (pp_size + 2,), IN_ORDER + RUN_AHEAD)
+    p, extra = pp_size, 3 if pp_size % 2 == 0 else 0
+    slots = [(2 * r, 3 * p - r - 2, 3 * p + extra + 2 * r - 1, 6 * p + extra - r - 2) for r in range(p)]
+    return fastest_fill(_periodic(name, slots, micro_batches), times, (p + 2,), IN_ORDER + RUN_AHEAD)
 
 
 def v_min(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
     """Build V-Min: about a third of the memory of 1F1B."""
-    extra = 2 if pp_size % 3 == 0 else 0
-
-    def slots(r: int) -> tuple[int, int, int, int]:
-        return r, 2 * pp_size - r - 1, 2 * pp_size + extra + r, 4 * pp_size + extra - r - 1
-
-    order = _periodic(name, pp_size, micro_batches, slots)
-    return fastest_fill(order, times, (2 * -(-(pp_size + 2) // 3),), IN_ORDER + RUN_AHEAD)
+    p, extra = pp_size, 2 if pp_size % 3 == 0 else 0
+    slots = [(r, 2 * p - r - 1, 2 * p + extra + r, 4 * p + extra - r - 1) for r in range(p)]
+    return fastest_fill(_periodic(name, slots, micro_batches), times, (2 * -(-(p + 2) // 3),), IN_ORDER + RUN_AHEAD)
 
 
 def _take_turns(down: int, up: int, micro_batches: int, turns: list[tuple[str, int]]) -> tuple[Action, ...]:
@@ -111,20 +103,18 @@ def _take_turns(down: int, up: int, micro_batches: int, turns: list[tuple[str, i
     return tuple(row)
 
 
-def _periodic(
-    name: str, pp_size: int, micro_batches: int, slots: Callable[[int], tuple[int, int, int, int]]
-) -> Schedule:
+def _periodic(name: str, slots: Sequence[tuple[int, int, int, int]], micro_batches: int) -> Schedule:
     """Repeat the slots of one micro-batch on every pipeline rank every six slots: its two F, two I and two W.
 
     A rank that holds a micro-batch for t slots holds t / 6 of them at a time.
     """
     rows = []
-    for r in range(pp_size):
-        down, up = r, 2 * pp_size - 1 - r
-        block = zip(slots(r), ((down, F), (up, F), (up, B), (down, B)), strict=True)
+    for down, slots_of_rank in enumerate(slots):
+        up = 2 * len(slots) - 1 - down
+        block = zip(slots_of_rank, ((down, F), (up, F), (up, B), (down, B)), strict=True)
         entries = sorted((at + 6 * u, s, k, u) for at, (s, k) in block for u in range(micro_batches))
         rows.append(tuple(Action(stage, kind, u) for _, stage, kind, u in entries))
-    return _v_schedule(name, pp_size, micro_batches, rows)
+    return _v_schedule(name, len(slots), micro_batches, rows)
 
 
 def _v_schedule(name: str, pp_size: int, micro_batches: int, rows: list[tuple[Action, ...]]) -> Schedule:

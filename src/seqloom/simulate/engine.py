@@ -54,14 +54,7 @@ class Engine:
         links: tuple[Hashable, ...] = (),
         after: Iterable[int] = (),
     ) -> int:
-        """Add a task and return its number.
-
-        Args:
-            duration: ns, 0 or more.
-            streams: streams that the task holds; it comes after all tasks that they hold already.
-            links: links that the task holds while it runs.
-            after: tasks that must be done first.
-        """
+        """Add a task and return its number. It comes after those in `after` and all that its streams hold already."""
         task = len(self._duration)
         needs = set(after)
         for stream in set(streams):
@@ -82,11 +75,7 @@ class Engine:
         return [self._last[stream] for stream in streams if stream in self._last]
 
     def run(self, name: Callable[[int], str] = str) -> tuple[np.ndarray, np.ndarray]:
-        """Run everything; return start and stop of every task, int64[tasks] ns.
-
-        Args:
-            name: how to call a task in the error about a deadlock.
-        """
+        """Run everything; return start and stop of every task, int64[tasks] ns. Errors about a deadlock name tasks."""
         count = len(self._duration)
         missing = [len(needs) for needs in self._needs]
         users: list[list[int]] = [[] for _ in range(count)]

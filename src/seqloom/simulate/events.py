@@ -76,14 +76,7 @@ class NicTable:
 
 
 def event_table(graph: TaskGraph, starts: np.ndarray, ranks: int, end: tuple[int, int]) -> EventTable:
-    """Write down the events of tasks that have run.
-
-    Args:
-        graph: the tasks.
-        starts: int64[tasks] ns.
-        ranks: of the cluster.
-        end: ns that the end of the step takes, on every rank, and how many of them are communication.
-    """
+    """Write down the events of tasks that have run; `end` is (ns, of that communication) of the step's end."""
     finish, blocks = 0, []
 
     def add(*columns: np.ndarray | int) -> None:

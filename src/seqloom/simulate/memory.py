@@ -22,7 +22,11 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     """int64[ranks] bytes. Pipelines of one stage: the closed form. Stages: a walk along the rows of actions."""
     peak = np.full(cost.ranks, cost.memory.idle_bytes, dtype=np.int64)
     for pipeline in plan.pipelines:
-        unsharded = _unshard_memory(cost, pipeline)
+        stages, layers = pipeline.stages, pipeline.layer_ranges
+        unsharded = {  # of the stages that are unsharded for every pass
+            s: UnshardMemory.of(cost.with_tensor(stages[s].tensor), layers[s], dp_cp_size(stages[s]))
+            for s in unshard_times_by_stage(cost, pipeline)
+        }
         if len(pipeline.stages) == 1:
             everywhere = len(plan.pipelines) == 1 and plan.sharding != Sharding.FREE  # all ranks share its parameters
             ranks = np.arange(cost.ranks) if everywhere else np.array(pipeline.ranks)
@@ -53,15 +57,6 @@ def _one_stage_bytes(plan: Plan, cost: CostModel, pipeline: Pipeline, unsharded:
     return peak
 
 
-def _unshard_memory(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardMemory]:
-    """Of the stages that are unsharded for every pass."""
-    stages, layers = pipeline.stages, pipeline.layer_ranges
-    return {
-        s: UnshardMemory.of(cost.with_tensor(stages[s].tensor), layers[s], dp_cp_size(stages[s]))
-        for s in unshard_times_by_stage(cost, pipeline)
-    }
-
-
 def _state_bytes(
     plan: Plan, cost: CostModel, pipeline: Pipeline, pp_rank: int, unsharded: dict[int, UnshardMemory]
 ) -> np.ndarray:
@@ -70,9 +65,8 @@ def _state_bytes(
     memory = {s: cost.with_tensor(pipeline.stages[s].tensor).memory for s in stages}
     working, state = max(memory[s].working_bytes(layers[s]) for s in stages), {}
     for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.ranks_by_pp_rank[pp_rank]):
-        own = working
-        for s in stages:
-            own += unsharded[s].always if s in unsharded else memory[s].state_bytes(layers[s], len(shard_group))
+        sharded = {s: memory[s].state_bytes(layers[s], len(shard_group)) for s in stages if s not in unsharded}
+        own = working + sum(sharded[s] if s in sharded else unsharded[s].always for s in stages)
         state |= dict.fromkeys(shard_group, own)
     return np.array([state[rank] for rank in pipeline.ranks_by_pp_rank[pp_rank]], dtype=np.float64)
 

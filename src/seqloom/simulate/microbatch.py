@@ -331,11 +331,10 @@ class IdenticalStages:
 
 def end_ns(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[int, int]:
     """(ns, of that communication) of a step beside its rounds, with the exposed resharding time."""
-    overlap_windows = []
-    for p, pipeline in enumerate(plan.pipelines):
-        ends = [times[MicroBatchKey(p, 0, r)] for r in (0, len(pipeline.rounds) - 1) if pipeline.rounds]
-        first, last = (int(each.length.min()) for each in ends) if ends else (0, 0)
-        overlap_windows.append((first, last))
+    overlap_windows = [(0, 0)] * len(plan.pipelines)
+    for p, rounds in ((p, len(pipeline.rounds)) for p, pipeline in enumerate(plan.pipelines) if pipeline.rounds):
+        first, last = (int(times[MicroBatchKey(p, 0, r)].length.min()) for r in (0, rounds - 1))
+        overlap_windows[p] = (first, last)
     exposed = exposed_reshard_ns(cost, plan.pipelines, overlap_windows)
     total, communication = step_overhead(plan, cost)
     return total + exposed, communication + exposed

@@ -181,7 +181,6 @@ def _comm_and_idle_ns(events: EventTable, ranks: int, step: int) -> tuple[np.nda
 
 
 def _summaries(plan: Plan, times: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[RoundSummary, ...]:
-    """Sum up every round over its stages."""
     sums: dict[tuple[int, int], np.ndarray] = {}
     sizes = list(map(len, plan.shard_groups))
     for key, batch in times.items():

@@ -16,7 +16,6 @@ REDUCE, UNSHARD, RESHARD
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -62,6 +61,7 @@ class TaskGraph:
 
     times: dict[MicroBatchKey, MicroBatchTimes]
     engine: Engine = field(default_factory=Engine)
+    messages: dict[tuple[MicroBatchKey, ActionKind], int] = field(default_factory=dict)  # by sender and kind of SEND
     computing: list[ComputeTasks] = field(default_factory=list)
     links: list[LinkTask] = field(default_factory=list)
 
@@ -82,24 +82,18 @@ def build_tasks(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBat
     """Turn every row of actions into tasks. Pipelines have no ranks in common, so their order is free."""
     graph = TaskGraph(times)
     for number, pipeline in enumerate(plan.pipelines):
-        messages = dict(_add_messages(graph, cost, pipeline, number))
+        _add_messages(graph, cost, pipeline, number)
         unshards = unshard_times_by_stage(cost, pipeline)
         for row in pipeline.actions:
-            _add_row(graph, number, row, messages, unshards)
+            _add_row(graph, number, row, unshards)
         _wait_for_documents(graph, number, pipeline)
     return graph
 
 
-MessageKey = tuple[int, ActionKind, int]
-"""Stage, SEND_F or SEND_B, and round."""
-
-
-def _add_messages(
-    graph: TaskGraph, cost: CostModel, pipeline: Pipeline, number: int
-) -> Iterator[tuple[MessageKey, int]]:
+def _add_messages(graph: TaskGraph, cost: CostModel, pipeline: Pipeline, number: int) -> None:
     """Add a task for every SEND, provided that it has a RECV and the other way round."""
-    sends: set[MessageKey] = set()
-    receives: dict[MessageKey, Action] = {}
+    sends: set[tuple[int, ActionKind, int]] = set()  # stage, SEND_F or SEND_B, round
+    receives: dict[tuple[int, ActionKind, int], Action] = {}
     for action in (action for row in pipeline.actions for action in row):
         if action.round is None:
             continue
@@ -126,18 +120,13 @@ def _add_messages(
         other = stage + step
         ns = price(r, min(stage, other))
         task = graph.engine.add(ns, links=((number, pp_rank[stage], "out"), (number, pp_rank[other], "in")))
-        ends = ((MicroBatchKey(number, stage, r), kind.value), (MicroBatchKey(number, other, r), receive.value))
+        sender, receiver = MicroBatchKey(number, stage, r), MicroBatchKey(number, other, r)
+        ends = ((sender, kind.value), (receiver, receive.value))
         graph.links.append(LinkTask(ends, False, ns, task, _name(number, Action(stage, kind, r))))
-        yield (stage, kind, r), task
+        graph.messages[sender, kind] = task
 
 
-def _add_row(
-    graph: TaskGraph,
-    pipeline: int,
-    row: tuple[Action, ...],
-    messages: dict[MessageKey, int],
-    unshards: dict[int, UnshardTimes],
-) -> None:
+def _add_row(graph: TaskGraph, pipeline: int, row: tuple[Action, ...], unshards: dict[int, UnshardTimes]) -> None:
     """Add the tasks of one pipeline rank. A receive is remembered per shard group until its next action."""
     engine, times = graph.engine, graph.times
     awaited: dict[int, set[int]] = {}
@@ -159,11 +148,12 @@ def _add_row(
                 engine.add(ns, streams=shard_groups, after=after)
         elif action.kind in _TO:
             before = set(engine.last(everyone)).union(*(awaited.get(number, ()) for number in everyone))
-            engine.require(messages[action.stage, action.kind, key.round], before)
+            engine.require(graph.messages[key, action.kind], before)
         elif action.kind in _FROM:
             back, kind = _FROM[action.kind]
+            message = graph.messages[key._replace(stage=action.stage + back), kind]
             for number in everyone:
-                awaited.setdefault(number, set()).add(messages[action.stage + back, kind, key.round])
+                awaited.setdefault(number, set()).add(message)
 
 
 def _wait_for_documents(graph: TaskGraph, number: int, pipeline: Pipeline) -> None:
@@ -184,7 +174,6 @@ def _wait_for_documents(graph: TaskGraph, number: int, pipeline: Pipeline) -> No
 
 
 def _components(work: StageMicroBatch, times: MicroBatchTimes) -> dict[int, int]:
-    """Component of every document of a micro-batch."""
     starts = np.unique(times.group, return_index=True)[1][-len(work.groups) :]  # -1, ranks without a group, is first
     of_group = times.component[starts].tolist()
     return {span.document: k for group, k in zip(work.groups, of_group, strict=True) for span in group.spans}

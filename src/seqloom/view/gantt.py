@@ -92,13 +92,11 @@ def _elapsed(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 def _rows(simulation: Simulation, rows: int) -> tuple[int, tuple[str, ...]]:
     """(ranks per row, labels)."""
-    ranks, node = simulation.ranks, simulation.node_size
-    if ranks <= rows or node >= ranks:
-        size = -(-ranks // max(rows, 1))
-        return size, _labels("rank", ranks, size)
-    nodes = -(-ranks // node)
-    size = -(-nodes // max(rows, 1))
-    return size * node, _labels("node", nodes, size)
+    by_rank = simulation.ranks <= max(rows, simulation.node_size)
+    unit = 1 if by_rank else simulation.node_size
+    count = -(-simulation.ranks // unit)
+    size = -(-count // max(rows, 1))
+    return size * unit, _labels("rank" if by_rank else "node", count, size)
 
 
 def _labels(noun: str, count: int, size: int) -> tuple[str, ...]:
@@ -177,7 +175,8 @@ ACTION_STYLES = {"F": "bright_blue", "B": "green", "I": "cyan", "W": "yellow"}
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "its input half", "W": "its weight half"}
 MOST_BLOCKS = 3
 """A grid that needs more blocks of lines than this is drawn with one letter per time slice instead."""
-_ACTION = re.compile(r"\d+([FBIW])\d+(?: +-)*")
+_ACTION = re.compile(r"\d*([FBIW])\1*\d*(?: +-)*")
+"""An action by name, with the time that it goes on, or a run of one letter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +194,6 @@ class ScheduleChart:
         drawn = Text(text, no_wrap=True, overflow="crop")
         for match in _ACTION.finditer(text):
             drawn.stylize(ACTION_STYLES[match[1]], *match.span())
-        if not _ACTION.search(text):
-            for kind, style in ACTION_STYLES.items():
-                drawn.highlight_regex(rf"{kind}+", style)
         yield drawn
         kinds = {action.kind for row in self.schedule.rows for action in row}
         legend = Text()

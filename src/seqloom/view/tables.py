@@ -70,13 +70,9 @@ def comparison_table(results: Mapping[str, Figures], starred: Collection[str] = 
     """Draw one row per planner, compared with the first one.
 
     Over several batches a row shows means; speed-up is the first planner's total step time over its own; gap is the
-    mean of step / bound - 1; memory is the largest peak.
-
-    Args:
-        results: for every planner the lists over batches that ``seqloom compare --json`` prints under ``planners``:
-            step_ms, bound_ms, plan_ms, rounds, comm_share, idle_share, peak_memory_gib. A plan that was read from a
-            file has plan_ms None.
-        starred: planners whose rows point to a note below the table.
+    mean of step / bound - 1; memory is the largest peak. The lists over batches are those that ``seqloom compare
+    --json`` prints under ``planners``; a plan that was read from a file has plan_ms None. Rows of starred planners
+    point to a note below the table.
     """
     names = ("planner", "step ms", "speed-up", "gap %", "rounds", "comm %", "idle %", "peak GiB", "plan ms")
     table = table_of(names, left=("planner",), folding="planner")

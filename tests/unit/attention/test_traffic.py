@@ -43,11 +43,11 @@ def priced(heads, kv_heads, dim):
 def priced_calls(links, shape):
     """(Ulysses exchanges, ring exchanges, gather exchanges) of a layer, from what the model adds up as latencies."""
     near, none = GroupTraffic(), Checkpoint.NONE
-    one = links.latency
+    one, gathered = links.latency, shape._replace(method=Method.GATHER)
     return (
         round(links.ulysses_latency(shape, near, none) / one("all_to_all", False, (shape.ulysses - 1).bit_length())),
-        round(links.ring_latency(shape, near, none) / one("p2p", False, 0)),
-        round(links.kv_gather_latency(shape, near, none) / one("collective", False, shape.ring - 1)),
+        round(links.kv_latency(shape, near, none) / one("p2p", False, 0)),
+        round(links.kv_latency(gathered, near, none) / one("collective", False, shape.ring - 1)),
     )
 
 

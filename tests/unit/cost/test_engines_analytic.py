@@ -79,7 +79,7 @@ def test_ring_traffic_by_hand():
     assert (
         links.ring_bytes(GroupShape(8, 4), Checkpoint.NONE) == links.ring_bytes(GroupShape(1, 4), Checkpoint.NONE) / 8
     )
-    assert links.kv_gather(GroupShape(8, 1), GroupTraffic(), Checkpoint.NONE) == (0, 0, 0)
+    assert links.kv(GroupShape(8, 1), GroupTraffic(), Checkpoint.NONE) == (0, 0, 0)
 
 
 def test_shared_nics():
@@ -93,7 +93,7 @@ def test_shared_nics():
     )
     assert slow == pytest.approx(4 * fast)
     slow, fast = (
-        c.ring(ring, group_traffic(range(ring.degree), ring, c.cluster.nic_of_gpu), Checkpoint.NONE)[0]
+        c.kv(ring, group_traffic(range(ring.degree), ring, c.cluster.nic_of_gpu), Checkpoint.NONE)[0]
         for c in (two, eight)
     )
     assert slow == fast  # one GPU of the node has a NIC to itself

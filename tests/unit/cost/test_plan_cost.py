@@ -148,7 +148,7 @@ def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, s
     calls = (len(edges) - 2) * forwards * cost.profile.piece_us
     assert added["attention"] == pytest.approx(9 * (calls + mib * cost.profile.prefix_us) * 1e3, abs=len(edges))
     place = cost.shape_and_traffic(Group(ranks, *shape, ()))
-    share = cost.engine.links.ring(place[0], place[1], Checkpoint.FULL if checkpoint == "stage" else checkpoint)
+    share = cost.engine.links.kv(place[0], place[1], Checkpoint.FULL if checkpoint == "stage" else checkpoint)
     assert added["ring"] == pytest.approx(prefix * share.time, abs=len(edges))
     assert added["network"] == pytest.approx(prefix * share.network, abs=len(edges))
 

@@ -110,7 +110,7 @@ def test_elements_are_those_of_the_moves(cluster, pipelines):
     """Ranks that have whole weights get just what the formulas say, tensor ranks together."""
     cost = cost_of(cluster)
     size = cost.node_size
-    held, _ = resident_parameters(cost, pipelines)
+    held, _ = resident_parameters(cost, pipelines, [frozenset()] * len(pipelines))
     for found, wanted in zip(held, counted(pipelines, size), strict=True):
         assert found == pytest.approx(wanted)
     moves = [reshard_moves_of_rank(rank, owners(8), needed(pipelines), node_size=size) for rank in range(8)]
@@ -163,8 +163,9 @@ def test_a_tied_table_is_there_once_and_moves_with_the_embedding():
     ends = [[Stage((0, 1), (0, 1)), Stage((2, 3), (1, 3)), Stage((0, 1), (3, 4))]]
     apart = [[Stage((0, 1), (0, 2)), Stage((2, 3), (2, 4))]]
     layer, table = SPEC.layer_parameters(0), 512 * 64
-    assert resident_parameters(tied, ends)[0].rank.tolist() == [2 * layer + table + 64] * 2 + [2 * layer] * 2
-    held, early = (each.rank for each in resident_parameters(tied, apart))
+    held, _ = resident_parameters(tied, ends, [frozenset()])
+    assert held.rank.tolist() == [2 * layer + table + 64] * 2 + [2 * layer] * 2
+    held, early = (each.rank for each in resident_parameters(tied, apart, [frozenset()]))
     assert held.tolist() == [2 * layer + table] * 2 + [2 * layer + table + 64] * 2
     assert early.tolist() == [layer + table] * 2 + [table] * 2
 

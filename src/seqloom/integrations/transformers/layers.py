@@ -12,8 +12,8 @@ after the sum. Tables of positions are of the group's tokens from the beginning,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -104,7 +104,9 @@ def _tp_hooks(regions: tuple[Region, ...], layer: nn.Module, context: Context) -
         hooks.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
         for path in region.rowwise:
             last = layer.get_submodule(path)
-            after = partial(_sum_output, context, inside, hooks.enter_context(_without_bias(last)))
+            bias, last._parameters["bias"] = last._parameters["bias"], None
+            hooks.callback(last._parameters.__setitem__, "bias", bias)
+            after = partial(_sum_output, context, inside, bias)
             hooks.callback(last.register_forward_hook(after).remove)
     return hooks
 
@@ -115,7 +117,8 @@ def _gather_input(
     """Gather the hidden states among the arguments over the TP group; replace the context by that of attention."""
     first: Any = part.get_submodule(region.colwise[0].removeprefix(region.name + "."))
     check_weight_shard(first.weight, first.out_features, context)
-    hidden = [value for value in (*args, *options.values()) if _is_hidden(value, first.in_features)]
+    tensors = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
+    hidden = [x for x in tensors if x.is_floating_point() and x.shape[-1] == first.in_features]
     if len(hidden) != 1:
         raise SeqloomError(
             f"{type(part).__name__} is called with {len(hidden)} tensors of hidden states in a TP group: it is not "
@@ -135,21 +138,6 @@ def _sum_output(
     rows = _token_rows(output, inside.tokens, "a part of a layer", NO_TENSOR)
     own = _shaped_like(output, reduce_scatter_rows(rows, context))
     return own if bias is None else own + bias
-
-
-@contextmanager
-def _without_bias(linear: nn.Module) -> Generator[nn.Parameter | None]:
-    """Let a linear layer run without its bias, which is yielded."""
-    bias = linear._parameters["bias"]
-    linear._parameters["bias"] = None
-    try:
-        yield bias
-    finally:
-        linear._parameters["bias"] = bias
-
-
-def _is_hidden(value: Any, width: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[-1] == width
 
 
 def _replace(args: tuple[Any, ...], options: dict[str, Any], new: Callable[[Any], Any]) -> tuple[Any, Any]:

@@ -49,7 +49,7 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
     On the meta device it has no values and nothing reads them. Refuses what `check` refuses, and a folder that cannot
     be read or lacks parameters.
     """
-    folder = _folder(config)
+    folder = cast("Path", config.model.huggingface)
     try:
         with no_progress_bars():
             model, read = _build(folder, config.model.seed, device, dtype)
@@ -79,7 +79,7 @@ def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torc
     Parameters keep the dtype of the run's masters, so nothing is lost. An existing model is replaced.
     """
     final, model = config.run.output / "model", cast("Any", module)
-    folder = _folder(config)
+    folder = cast("Path", config.model.huggingface)
     tokenizer = {path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
     with atomic_folder(final, SafetensorError) as partial:
         with no_progress_bars():
@@ -91,11 +91,6 @@ def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torc
 
 HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface)
 """The family of `model.huggingface`."""
-
-
-def _folder(config: Config) -> Path:
-    assert config.model.huggingface is not None
-    return config.model.huggingface
 
 
 def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, Read | None]:

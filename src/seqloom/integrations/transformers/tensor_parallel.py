@@ -41,14 +41,8 @@ def tensor_plan(
 ) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int], dict[str, int]]:
     """Read the plan of a model; `NoTensorParallel` where it has none, or one that cannot be followed here.
 
-    Args:
-        model: has the parameters under the names that checkpoints use.
-        causal: the model of transformers in it.
-        layers: all of them, in order.
-        specs: the attention calls of the layers.
-
-    Returns:
-        Regions of every layer, axis of every parameter that is cut, and the numbers that a tensor degree must divide.
+    Returns the regions of every layer, the axis of every parameter that is cut by its name in `model`, and the numbers
+    that a tensor degree must divide. `causal` is the model of transformers in `model`.
     """
     names = {module: name for name, module in causal.named_modules()}
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
@@ -60,9 +54,12 @@ def tensor_plan(
         axes = {}
         for path, module in layer.named_modules():
             style = plan.get(_pattern(f"{names[layer]}.{path}")) if path else None
-            if style in AXES:
-                _check_linear(path, module)
-                axes[path] = AXES[style]
+            if style not in AXES:
+                continue
+            if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():  # an adapter, or quantised
+                kind = f"{type(module).__module__}.{type(module).__name__}"
+                raise NoTensorParallel(f"{path} is a {kind}, and only plain linear layers are cut")
+            axes[path] = AXES[style]
         regions.append(tuple(_regions(axes)))
         _check_unlisted(layer, regions[-1], plan, names[layer], {spec.dim for spec in specs})
         for path, axis in axes.items():
@@ -85,14 +82,6 @@ def _check_styles(plan: dict[str, str]) -> None:
             raise NoTensorParallel(
                 f"its tensor-parallel plan says {style!r} of {key}; followed are {', '.join(AXES)} only"
             )
-
-
-def _check_linear(path: str, module: nn.Module) -> None:
-    """Refuse adapters and quantised weights."""
-    if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
-        raise NoTensorParallel(
-            f"{path} is a {type(module).__module__}.{type(module).__name__}, and only plain linear layers are cut"
-        )
 
 
 def _regions(axes: dict[str, int]) -> Iterator[Region]:

@@ -210,11 +210,7 @@ def pairs(plan: Plan) -> None:
         value = f"the queries of document {document[k]} [{start[k]}:{min(stop[k], stop[k - 1])}) are computed twice"
         must = "every pair of query and key is computed exactly once"
         raise violation("pairs", value, must, f"continue the document at token {stop[k - 1]}")
-    _check_areas(plan, document, start, stop)
-
-
-def _check_areas(plan: Plan, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
-    """A piece [a, b) computes, for every query in it, all keys from 0: (b (b + 1) - a (a + 1)) / 2 pairs."""
+    # A piece [a, b) computes, for every query in it, all keys from 0: (b (b + 1) - a (a + 1)) / 2 pairs.
     lengths = np.array(plan.documents, dtype=np.int64)
     found = np.zeros_like(lengths)
     np.add.at(found, document, (stop * (stop + 1) - start * (start + 1)) // 2)

@@ -93,7 +93,8 @@ def stage_ranks(plan: Plan) -> None:
     Only stages of one pipeline may have the same ranks. So ranks that share parameter shards (a shard group is a
     pipeline rank or a part of it) are in the same rounds without a rule of their own.
     """
-    owner: dict[int, tuple[int, int]] = {}
+    owner: dict[int, tuple[int, int]] = {}  # the first stage of its pipeline rank
+    world = plan.limits.ranks
     if not plan.pipelines:
         raise violation("stage-ranks", "no pipelines", "a plan has at least one", "use Pipeline.single")
     for p, pipeline in enumerate(plan.pipelines):
@@ -104,24 +105,18 @@ def stage_ranks(plan: Plan) -> None:
             if not ranks:
                 value = f"pipeline {p} stage {s} has no ranks"
                 raise violation("stage-ranks", value, "a stage has at least one", "leave the stage out")
-            _claim(owner, (p, s), ranks, plan.limits.ranks)
-
-
-def _claim(owner: dict[int, tuple[int, int]], here: tuple[int, int], ranks: tuple[int, ...], world: int) -> None:
-    """Enter the ranks of a pipeline rank, named by its first stage."""
-    name = f"pipeline {here[0]} stage {here[1]}"
-    for rank in ranks:
-        if not whole_numbers([rank]) or not 0 <= rank < world:
-            value = f"{name} uses rank {rank!r}"
-            raise violation("stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}")
-        if rank in owner:
-            p, s = owner[rank]
-            value = f"rank {rank} is in {name} and in pipeline {p} stage {s}"
-            must = "stages have the same ranks in the same order (in one pipeline) or none in common"
-            same = p == here[0] and s != here[1]
-            way_out = "remove it from one of them" + (f", or give both the ranks of stage {s}" if same else "")
-            raise violation("stage-ranks", value, must, way_out)
-        owner[rank] = here
+            for rank in ranks:
+                if not whole_numbers([rank]) or not 0 <= rank < world:
+                    value = f"pipeline {p} stage {s} uses rank {rank!r}"
+                    raise violation("stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}")
+                if rank in owner:
+                    other, first = owner[rank]
+                    value = f"rank {rank} is in pipeline {p} stage {s} and in pipeline {other} stage {first}"
+                    must = "stages have the same ranks in the same order (in one pipeline) or none in common"
+                    same = other == p and first != s
+                    way_out = "remove it from one of them" + f", or give both the ranks of stage {first}" * same
+                    raise violation("stage-ranks", value, must, way_out)
+                owner[rank] = (p, s)
 
 
 def layers(plan: Plan) -> None:
