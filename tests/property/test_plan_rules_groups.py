@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from support.attention_tiles import group_tiles
 from support.strategies import plans
 from support.strategies_groups import groups
 
+CPU = torch.device("cpu")
 Pair = tuple[int, int, int]
 """Document, position of the query, position of the key."""
 
@@ -58,7 +60,7 @@ def test_the_engine_computes_the_same_pairs(group: Group, method: Method) -> Non
             # An index sees the keys up to the end of its last chunk that is not empty, by document and position.
             last = np.where(own.stop > own.start, own.stop, 0).max(axis=0).tolist()
             keys = [(document, k) for document, stop in zip(ids, last, strict=True) for k in range(stop)]
-            for tile in gather_schedule(chunks, own.index, causal=True, window=None).tiles:
+            for tile in gather_schedule(chunks, own.index, CPU, causal=True, window=None).tiles:
                 found += [(own.index, pair) for pair in tile_pairs(tile, queries, keys)]
     assert Counter(found) == Counter(computed(group))
 

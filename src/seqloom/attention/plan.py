@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -151,18 +151,16 @@ def _group_attentions(
     context: Context, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, options: AttentionOptions
 ) -> tuple[GroupAttention, ...]:
     """Return the rank's groups for tensors of these sizes, from the context or built now."""
-    causal, window, scale, kernels, dropout, softcap = options
-    if scale is None:
-        scale = dim**-0.5  # the default, spelt out or not, is one plan
+    scale = dim**-0.5 if options.scale is None else options.scale  # the default, spelt out or not, is one plan
 
     def build() -> tuple[GroupAttention, ...]:
         _check_call(context, heads, kv_heads, options)
-        kernel = _default_kernel(context.device) if kernels is None else kernels
+        kernel = _default_kernel(context.device) if options.kernels is None else options.kernels
         model = AttentionShape(heads, kv_heads, dim, dtype, context.device, scale)
-        builder, mask = _Builder(context, model, kernel, causal, window), {"causal": causal, "window": window}
-        return schedule_overlap(builder.groups(), LocalHeads(model), kernel, mask, context.node_size)
+        builder = _Builder(context, model, kernel, options.causal, options.window)
+        return schedule_overlap(builder.groups(), LocalHeads(model), kernel, builder.mask, context.node_size)
 
-    return context.cached((heads, kv_heads, dim, dtype, causal, window, scale, kernels, dropout, softcap), build)
+    return context.cached((heads, kv_heads, dim, dtype, scale, *options[:2], *options[3:]), build)
 
 
 class _Builder(NamedTuple):
@@ -173,6 +171,10 @@ class _Builder(NamedTuple):
     kernel: Kernel
     causal: bool
     window: int | None
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        return {"causal": self.causal, "window": self.window}
 
     def groups(self) -> list[UnscheduledGroup]:
         """Return every group that this rank computes or passes messages of, in the order of the work."""
@@ -198,10 +200,7 @@ class _Builder(NamedTuple):
         heads, kv_heads = split.counts(bound.ulysses_index)
         shape = replace(self.model, heads=heads, kv_heads=kv_heads)
         local = LocalHeads(shape, split.kv_index(bound.ulysses_index))
-        exchange = None
-        if group.ulysses > 1:
-            block = (bound.block, bound.ulysses_index, bound.counts)
-            exchange = UlyssesExchange(context.transport, *block, split, bound.order, bound.inverse_order)
+        exchange = UlyssesExchange(context.transport, bound, split) if group.ulysses > 1 else None
         inner = (
             PrefixAttention.of(context, bound, local, self.kernel, self.window)
             if in_pieces
@@ -215,13 +214,12 @@ class _Builder(NamedTuple):
 
     def _inner(self, bound: BoundGroup, heads: LocalHeads) -> PreparedAttention | ContextParallelAttention:
         context, group, index = self.context, bound.group, bound.ring_index
-        mask = {"causal": self.causal, "window": self.window}
         if group.ring == 1:
-            return prepare(self.kernel, Segments.packed([span.tokens for span in bound.spans], **mask), heads)
+            return prepare(self.kernel, Segments.packed([span.tokens for span in bound.spans], **self.mask), heads)
         routed = self._routed(group)
         if self._gathers(group):
-            return Gather.of(context.transport, bound, heads, self.kernel, routed, **mask)
-        keys = RingKeys.of_round(group, index, heads, self.kernel, **mask)
+            return Gather.of(context.transport, bound, heads, self.kernel, routed, **self.mask)
+        keys = RingKeys.of_round(group, index, heads, self.kernel, **self.mask)
         ops = merge_ops(context.device, heads.shape.dtype)
         return Ring(context.transport, bound.ring_ranks, index, (keys,), ops, routed)
 
@@ -234,7 +232,7 @@ class _Builder(NamedTuple):
         widths = [high - low for low, high in HeadSplit.of(model.heads, model.kv_heads, group.ulysses).kv]
         wide = sum_dtype(model.dtype).itemsize // model.dtype.itemsize
         if self._gathers(group):
-            moves = gather_moves(group, chunks, widths, wide, causal=self.causal, window=self.window)
+            moves = gather_moves(group, chunks, widths, wide, **self.mask)
         else:
             moves = ring_moves(group, max(each.rows for each in chunks), widths, wide)
         unit = 2 * model.dim * model.dtype.itemsize

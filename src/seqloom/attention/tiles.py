@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved
+from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved, device_rows
 from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.masks import Segments
-from seqloom.dist.rows import expand_runs, on_device, slice_or_index
+from seqloom.dist.rows import RowIndex, expand_runs, on_device
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group
 
@@ -151,29 +151,33 @@ class GatherSchedule(NamedTuple):
 
     Attributes:
         sends: rows of the own buffer that every index wants.
-        counts: rows that arrive from every index.
+        counts: rows that arrive from every index, the own ones too.
         order: int64[sum of counts], sorts the received rows by document and position; None when they are sorted.
         tiles: over the own queries and the sorted keys.
     """
 
-    sends: tuple[slice | np.ndarray, ...]
+    sends: tuple[RowIndex, ...]
     counts: tuple[int, ...]
-    order: np.ndarray | None
+    order: torch.Tensor | None
     tiles: tuple[Tile, ...]
 
 
-def gather_schedule(chunks: Sequence[ZigzagChunks], index: int, *, causal: bool, window: int | None) -> GatherSchedule:
+def gather_schedule(
+    chunks: Sequence[ZigzagChunks], index: int, device: torch.device, *, causal: bool, window: int | None
+) -> GatherSchedule:
     """Return what ring index `index` sends, receives and computes when keys are gathered; `chunks` are those of all."""
     own = chunks[index]
     sends = []
     for other in chunks:
         _, _, row, length = _visible_keys(_visible_positions(other, causal, window), own)
-        sends.append(slice_or_index(row, length))
+        sends.append(device_rows(row, row + length, device))
     parts = [_visible_keys(_visible_positions(own, causal, window), other) for other in chunks]
     document, position, _, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     arrived = np.cumsum(length) - length
     sort = np.lexsort((position, document))
-    order = None if np.array_equal(sort, np.arange(len(sort))) else expand_runs(arrived[sort], length[sort])
+    order = None
+    if not np.array_equal(sort, np.arange(len(sort))):
+        order = on_device(expand_runs(arrived[sort], length[sort]), device)
     counts = tuple(int(part[3].sum()) for part in parts)
     return GatherSchedule(tuple(sends), counts, order, _gather_tiles(own, causal, window))
 

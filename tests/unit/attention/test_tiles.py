@@ -10,6 +10,7 @@ from seqloom.layout import Span
 from seqloom.plan import Group, Method
 from support.oracle import visible
 
+CPU = torch.device("cpu")
 PACKS = [(1,), (2, 1), (9,), (40,), (3, 17, 1, 8), (1,) * 12, (64, 33)]
 MASKS = [(True, None), (False, None), (True, 1), (True, 2), (True, 7), (True, 30), (True, 1000)]
 
@@ -88,7 +89,7 @@ def test_steps_of_a_ring_compute_every_visible_pair_once(lengths, causal, window
 @pytest.mark.parametrize("lengths", PACKS)
 def test_a_gather_fetches_what_is_visible_and_computes_it_once(lengths, causal, window, ring):
     chunks = [ZigzagChunks.of(group_of(lengths, ring), index) for index in range(ring)]
-    schedules = [gather_schedule(chunks, index, causal=causal, window=window) for index in range(ring)]
+    schedules = [gather_schedule(chunks, index, CPU, causal=causal, window=window) for index in range(ring)]
     for index, schedule in enumerate(schedules):
         arrived = []
         for source, other in enumerate(schedules):
@@ -133,7 +134,7 @@ def test_a_window_skips_steps_and_fetches_neighbours_only():
     busy = [[bool(ring_tiles(own, other, causal=True, window=4)) for other in chunks] for own in chunks]
     neighbours = [[abs(own - other) <= 1 for other in range(4)] for own in range(4)]
     assert busy == neighbours
-    schedule = gather_schedule(chunks, 1, causal=True, window=4)  # chunks 1 and 6, behind chunks 0 and 5
+    schedule = gather_schedule(chunks, 1, CPU, causal=True, window=4)  # chunks 1 and 6, behind chunks 0 and 5
     assert schedule.counts == (3, 16, 3, 0)
     assert len(schedule.tiles) == 1, "no key is seen by both chunks"
 
@@ -142,7 +143,7 @@ def test_a_window_skips_steps_and_fetches_neighbours_only():
 def test_a_document_takes_as_many_kernel_calls_as_the_cost_model_counts(ring):
     group = group_of((64, 96, 80), ring)
     chunks = [ZigzagChunks.of(group, index) for index in range(ring)]
-    gathers = [gather_schedule(chunks, index, causal=True, window=None).tiles for index in range(ring)]
+    gathers = [gather_schedule(chunks, index, CPU, causal=True, window=None).tiles for index in range(ring)]
     rings = [[t for keys in chunks for t in ring_tiles(own, keys, causal=True, window=None)] for own in chunks]
     for method, tiles in ((Method.GATHER, gathers), (Method.RING, rings)):
         calls = [sum(len(list(tile.segments.rows())) for tile in own) for own in tiles]

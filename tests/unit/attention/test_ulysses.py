@@ -5,6 +5,7 @@ import torch
 
 from seqloom.attention.context_parallel.ulysses import HeadSplit, UlyssesExchange
 from seqloom.dist.threads import run_ranks
+from seqloom.dist.token_layout import BoundGroup
 from seqloom.layout import Span
 from seqloom.plan import Group
 
@@ -17,8 +18,11 @@ SPLITS = [  # heads, kv heads, ulysses
 
 
 def exchange_of(transport, counts, split, order=None):
-    places = None if order is None else torch.argsort(order)
-    return UlyssesExchange(transport, tuple(range(len(counts))), transport.rank, tuple(counts), split, order, places)
+    places, ranks = None if order is None else torch.argsort(order), tuple(range(len(counts)))
+    group = Group(ranks, len(ranks), 1, (Span(0, 0, 50),))
+    rows = slice(0, counts[transport.rank])
+    bound = BoundGroup(group, transport.rank, 0, ranks, ranks[:1], (), tuple(counts), rows, order, places)
+    return UlyssesExchange(transport, bound, split)
 
 
 def stamp(rows, heads, dim, what):

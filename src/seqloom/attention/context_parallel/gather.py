@@ -16,6 +16,7 @@ from seqloom.attention.context_parallel.routed import RoutedExchanges, key_item,
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, merge_ops, sum_dtype
 from seqloom.attention.tiles import (
+    GatherSchedule,
     LocalHeads,
     PreparedTile,
     ZigzagChunks,
@@ -25,7 +26,7 @@ from seqloom.attention.tiles import (
     gather_schedule,
     prepare_tiles,
 )
-from seqloom.dist.rows import RowIndex, add, count, inverse_permutation, on_device, take
+from seqloom.dist.rows import add, count, inverse_permutation, take
 from seqloom.dist.token_layout import BoundGroup
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 
@@ -36,11 +37,9 @@ class Gather(ContextParallelAttention):
 
     Attributes:
         ranks, index: of the ring, and of this rank in it.
-        sends: rows of the own buffer that every ring index wants.
-        counts: rows that come from every ring index, the own ones too.
-        order: sorts the received rows by document and position; None: they are sorted.
-        inverse_order: undoes `order`.
-        tiles: over the own queries and the sorted keys.
+        schedule: what it sends, receives and computes.
+        inverse_order: undoes the schedule's order.
+        tiles: the schedule's, prepared.
         ops: merge partial results.
         routed: exchanges through proxy ranks; None: from rank to rank.
     """
@@ -48,9 +47,7 @@ class Gather(ContextParallelAttention):
     transport: Transport
     ranks: tuple[int, ...]
     index: int
-    sends: tuple[RowIndex, ...]
-    counts: tuple[int, ...]
-    order: torch.Tensor | None
+    schedule: GatherSchedule
     inverse_order: torch.Tensor | None
     tiles: tuple[PreparedTile, ...]
     ops: MergeOps
@@ -71,13 +68,10 @@ class Gather(ContextParallelAttention):
         """Do the index work of a group."""
         group, index, device = bound.group, bound.ring_index, heads.shape.device
         chunks = [ZigzagChunks.of(group, other) for other in range(group.ring)]
-        schedule = gather_schedule(chunks, index, causal=causal, window=window)
-        sends = tuple(rows if isinstance(rows, slice) else on_device(rows, device) for rows in schedule.sends)
-        order = None if schedule.order is None else on_device(schedule.order, device)
-        inverse_order = None if order is None else inverse_permutation(order)
+        schedule = gather_schedule(chunks, index, device, causal=causal, window=window)
+        inverse_order = None if schedule.order is None else inverse_permutation(schedule.order)
         tiles, ops = prepare_tiles(kernel, schedule.tiles, heads), merge_ops(device, heads.shape.dtype)
-        exchanged = (sends, schedule.counts, order, inverse_order)
-        return cls(transport, bound.ring_ranks, index, *exchanged, tiles, ops, routed)
+        return cls(transport, bound.ring_ranks, index, schedule, inverse_order, tiles, ops, routed)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
@@ -100,25 +94,25 @@ class Gather(ContextParallelAttention):
 
     def exchange_bytes(self, kv_row: int, gradient_row: int) -> ExchangeBytes:
         """See `ContextParallelAttention.exchange_bytes`."""
-        received = kv_row * (sum(self.counts) - self.counts[self.index])
-        returned = gradient_row * sum(count(rows) for n, rows in enumerate(self.sends) if n != self.index)
+        received = kv_row * (sum(self.schedule.counts) - self.schedule.counts[self.index])
+        returned = gradient_row * sum(count(rows) for n, rows in enumerate(self.schedule.sends) if n != self.index)
         return (received,), (received, returned)
 
     def _gather(self, k: torch.Tensor, v: torch.Tensor, overlap: Overlap) -> torch.Tensor:
         """Return the visible keys and values [sum of counts, 2 * kv heads, dim], sorted."""
         kv = torch.cat((k, v), dim=1)
-        received = kv.new_empty((sum(self.counts), *kv.shape[1:]))
-        buffers = received.split(self.counts)
+        received = kv.new_empty((sum(self.schedule.counts), *kv.shape[1:]))
+        buffers = received.split(self.schedule.counts)
         handle = self._start_gather(kv, buffers)
         buffers[self.index].copy_(kv)
         overlap(0)
         handle.wait()
-        return received if self.order is None else received.index_select(0, self.order)
+        return received if self.schedule.order is None else received.index_select(0, self.schedule.order)
 
     def _start_gather(self, kv: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Handle:
         """Start to send every index the rows it sees, and to receive those seen here."""
         if self.routed is None:
-            sends = [kv if n == self.index else take(kv, rows) for n, rows in enumerate(self.sends)]
+            sends = [kv if n == self.index else take(kv, rows) for n, rows in enumerate(self.schedule.sends)]
             return exchange_nonempty(self.transport, self._messages(sends), self._messages(buffers))
         wanted = {key_item(rank): buffer for rank, buffer in self._messages(buffers)}
         return self.routed.start(self.routed.forward[0], {key_item(self.ranks[self.index]): kv}, wanted)
@@ -127,14 +121,14 @@ class Gather(ContextParallelAttention):
         """Send gradients of gathered rows home; return the sum of those of the own rows."""
         if self.inverse_order is not None:
             dkv = dkv.index_select(0, self.inverse_order)
-        pieces = dkv.split(self.counts)
+        pieces = dkv.split(self.schedule.counts)
         total = pieces[self.index]
-        wanted = [len(total) if n == self.index else count(rows) for n, rows in enumerate(self.sends)]
+        wanted = [len(total) if n == self.index else count(rows) for n, rows in enumerate(self.schedule.sends)]
         received = [dkv.new_empty((rows, *dkv.shape[1:])) for rows in wanted]
         handle = self._start_return(pieces, received)
         overlap(1)
         handle.wait()
-        for n, rows in enumerate(self.sends):
+        for n, rows in enumerate(self.schedule.sends):
             if n != self.index:
                 add(total, rows, received[n])
         return total

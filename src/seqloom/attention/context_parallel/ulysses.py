@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 
 from seqloom.attention.lse import sum_dtype
+from seqloom.dist.token_layout import BoundGroup
 from seqloom.dist.transport import Transport, all_to_all
 from seqloom.plan.round import even_ranges
 
@@ -70,25 +71,11 @@ class HeadSplit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UlyssesExchange:
-    """One rank's part of the all-to-all.
-
-    Attributes:
-        block: ranks that exchange. A run of them has a communicator; those of one weight slice of several TP groups
-            have none.
-        index: of this rank in the block.
-        counts: rows of every rank of the block.
-        split: heads of every rank.
-        order: sorts the rows of all ranks into the buffer that attention works on; None: they are sorted.
-        inverse_order: undoes `order`.
-    """
+    """One rank's part of the all-to-all among the ranks of its block; `split` says which of them has which heads."""
 
     transport: Transport
-    block: tuple[int, ...]
-    index: int
-    counts: tuple[int, ...]
+    bound: BoundGroup
     split: HeadSplit
-    order: torch.Tensor | None
-    inverse_order: torch.Tensor | None
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Exchange q, k, v (or one tensor of query heads alone): all heads of own rows for own heads of all rows.
@@ -96,27 +83,27 @@ class UlyssesExchange:
         Tensors [own rows, heads or kv heads, dim] become [all rows, own heads, dim], views of one buffer.
         """
         ranges = (self.split.query, self.split.kv, self.split.kv)[: len(tensors)]
-        rows, dim = self.counts[self.index], tensors[0].shape[2]
         widths = [sum(high - low for low, high in own) for own in zip(*ranges, strict=True)]
-        width = widths[self.index]
-        sent = tensors[0].new_empty(rows * sum(widths) * dim)
+        bound, rows, dim = self.bound, self.bound.tokens, tensors[0].shape[2]
+        width = widths[bound.ulysses_index]
+        output_sizes, input_sizes = [count * width * dim for count in bound.counts], [rows * w * dim for w in widths]
+        sent = tensors[0].new_empty(sum(input_sizes))
         if self.split.even:
             _pack_even(sent.view(len(widths), rows, width, dim), tensors, ranges)
         else:
-            _pack(sent.split([rows * other * dim for other in widths]), tensors, ranges)
-        received = sent.new_empty(sum(self.counts) * width * dim)
-        output_sizes, input_sizes = [count * width * dim for count in self.counts], [rows * w * dim for w in widths]
+            _pack(sent.split(input_sizes), tensors, ranges)
+        received = sent.new_empty(sum(output_sizes))
         self._all_to_all(received, sent, output_sizes, input_sizes)
         buffer = received.view(-1, width, dim)
-        if self.order is not None:
-            buffer = buffer.index_select(0, self.order)
-        return buffer.split([own[self.index][1] - own[self.index][0] for own in ranges], dim=1)
+        if bound.order is not None:
+            buffer = buffer.index_select(0, bound.order)
+        return buffer.split([high - low for low, high in (own[bound.ulysses_index] for own in ranges)], dim=1)
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
         """Exchange an output [all rows, own heads, dim] for [own rows, all heads, dim]."""
         received, pieces = self._return_rows(out, [high - low for low, high in self.split.query])
         if self.split.even:
-            return _side_by_side(received.view(len(self.block), -1, *out.shape[1:]))
+            return _side_by_side(received.view(len(self.bound.block), -1, *out.shape[1:]))
         return torch.cat(pieces, dim=1)
 
     def gradients_to_tokens(
@@ -132,7 +119,7 @@ class UlyssesExchange:
         query, kv = ([high - low for low, high in own] for own in (self.split.query, self.split.kv))
         received, pieces = self._return_rows(fused, [q + 2 * k for q, k in zip(query, kv, strict=True)])
         if self.split.even:
-            dq, dkv = received.view(len(self.block), -1, *fused.shape[1:]).split([heads, 2 * kv_heads], dim=2)
+            dq, dkv = received.view(len(self.bound.block), -1, *fused.shape[1:]).split([heads, 2 * kv_heads], dim=2)
             dkv = _join_kv_gradients_even(dkv.unflatten(2, (2, -1)), self.split)
             return _side_by_side(dq), dkv[:, 0], dkv[:, 1]
         dq = torch.cat([piece[:, :count] for piece, count in zip(pieces, query, strict=True)], dim=1)
@@ -145,12 +132,12 @@ class UlyssesExchange:
 
         Returns the received elements, flat, and as [own rows, width, dim] of every rank (none when heads are even).
         """
-        if self.inverse_order is not None:
-            tensor = tensor.index_select(0, self.inverse_order)
-        rows, dim, row = self.counts[self.index], tensor.shape[2], tensor.shape[1] * tensor.shape[2]
+        if self.bound.inverse_order is not None:
+            tensor = tensor.index_select(0, self.bound.inverse_order)
+        rows, dim, row = self.bound.tokens, tensor.shape[2], tensor.shape[1] * tensor.shape[2]
         sizes = [rows * width * dim for width in widths]
         received = tensor.new_empty(sum(sizes))
-        self._all_to_all(received, tensor.reshape(-1), sizes, [count * row for count in self.counts])
+        self._all_to_all(received, tensor.reshape(-1), sizes, [count * row for count in self.bound.counts])
         if self.split.even:
             return received, []
         pieces = received.split(sizes)
@@ -159,9 +146,11 @@ class UlyssesExchange:
     def _all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
     ) -> None:
-        if sum(self.counts):  # all ranks of a block without rows skip it
-            collective = self.block[-1] - self.block[0] == len(self.block) - 1
-            all_to_all(self.transport, output, input, output_sizes, input_sizes, self.block, collective=collective)
+        block = self.bound.block
+        if sum(self.bound.counts):  # all ranks of a block without rows skip it
+            # A run of ranks has a communicator; those of one weight slice of several TP groups have none.
+            collective = block[-1] - block[0] == len(block) - 1
+            all_to_all(self.transport, output, input, output_sizes, input_sizes, block, collective=collective)
 
 
 def _is_even(ranges: Ranges) -> bool:
