@@ -63,7 +63,7 @@ def fixed_packing_s(step: np.ndarray, context: int) -> float:
     """The baseline, seconds."""
     falling = np.sort(step)[::-1].copy()
     batch, wide = first_fit(falling, context), COSTS[ParallelConfig(1, 16)]
-    packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(batch.max() + 1)]
+    packs = [wide.fixed + int(wide.documents_ns(falling[batch == k]).sum()) for k in range(batch.max() + 1)]
     return max(sum(packs[k::4]) for k in range(4)) / 1e9
 
 

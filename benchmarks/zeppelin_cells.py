@@ -31,7 +31,7 @@ from seqloom.cost.shapes import ordered, useful_shapes
 from seqloom.describe import sample
 from seqloom.plan import Plan, Round
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.published.context_parallel import plan_te_cp
+from seqloom.planners.published.rivals import plan_te_cp
 from seqloom.planners.published.zeppelin import plan_zeppelin
 from seqloom.simulate import simulate
 

@@ -23,6 +23,11 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
             yield [*smaller[:k], [first, *smaller[k]], *smaller[k + 1 :]]
 
 
+def micro_batch_ns(cost: ConfigCost, lengths: np.ndarray) -> int:
+    """ns of one micro-batch of these documents on a stage, forward and backward."""
+    return cost.fixed + int(cost.documents_ns(lengths).sum())
+
+
 def best_packing(lengths: Sequence[int], cost: ConfigCost, stages: int) -> int | None:
     """ns of the best packing of these documents; the smallest micro-batches run first and last. None: it has none."""
     if not lengths:
@@ -30,7 +35,7 @@ def best_packing(lengths: Sequence[int], cost: ConfigCost, stages: int) -> int |
     found = []
     for sets in partitions(lengths):
         if all(sum(own) <= cost.max_tokens for own in sets):
-            rising = sorted(cost.micro_batch_ns(np.array(own)) for own in sets)
+            rising = sorted(micro_batch_ns(cost, np.array(own)) for own in sets)
             found.append(int(one_f_one_b_ns(np.array(rising[0::2] + rising[1::2][::-1]), stages)))
     return min(found, default=None)
 

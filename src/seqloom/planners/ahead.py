@@ -26,27 +26,16 @@ from seqloom.simulate import predicted_ns, simulate
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of a step, its cost and its prediction.
+    """The plan of a step, its cost and its prediction."""
 
-    Attributes:
-        step: number of the step.
-        plan: validated.
-        plan_ns: planning time.
-        wait_ns: how long the trainer waited for it.
-        predicted_ns: step time by the cost model.
-        fallback_reason: why the fallback planner made it; "" when it did not.
-        bound_ns: lower bound of the step's time on the same stages, under the cost model; None: not computed.
-        idle_share: share of the ranks' time that they wait, by the simulator; None: not computed.
-    """
-
-    step: int
-    plan: Plan
-    plan_ns: int
-    wait_ns: int
-    predicted_ns: int
-    fallback_reason: str = ""
-    bound_ns: int | None = None
-    idle_share: float | None = None
+    step: int  # number of the step
+    plan: Plan  # validated
+    plan_ns: int  # planning time
+    wait_ns: int  # how long the trainer waited for it
+    predicted_ns: int  # step time by the cost model
+    fallback_reason: str = ""  # why the fallback planner made it; "" when it did not
+    bound_ns: int | None = None  # lower bound of the step on the same stages; None: not computed
+    idle_share: float | None = None  # share of the ranks' time that they wait, by the simulator; None: not computed
 
 
 class PlanAhead:
@@ -60,7 +49,6 @@ class PlanAhead:
         cost: CostModel,
         planner: str | PlannerChoice = "auto",
         *,
-        seed: int = 0,
         fallback: PlannerChoice = PlannerChoice("static"),  # noqa: B008 - frozen
         patience_s: float = 1.0,
         first_patience_s: float | None = None,
@@ -68,15 +56,13 @@ class PlanAhead:
         """Start the process.
 
         Args:
-            cost: prices the plans.
             planner: a name, see `make_plan`, or a planner with its options.
-            seed: of a planner that is given by its name.
             fallback: plans in this process, at once, a step that the planner is late for or cannot plan.
             patience_s: how long `take` waits for a plan before that.
             first_patience_s: the same until the process has answered once: it starts, and may compile; None: as long.
         """
         self._cost, self._fallback, self._patience_s = cost, fallback, patience_s
-        chosen = PlannerChoice(planner, seed=seed) if isinstance(planner, str) else planner
+        chosen = PlannerChoice(planner) if isinstance(planner, str) else planner
         self._timeout_s = patience_s if first_patience_s is None else first_patience_s
         self._answers: dict[int, _Answer] = {}
         self._submitted: set[int] = set()
@@ -97,16 +83,13 @@ class PlanAhead:
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, waiting for it if need be; that of the fallback planner if it is late or fails.
 
-        Args:
-            step: its number; submitted before, or planned now.
-            lengths: tokens of its sequences, the same as submitted.
+        A step that was not submitted is planned now. ``lengths`` are the same as submitted.
         """
         begin = time.monotonic_ns()
         if step not in self._submitted and step not in self._answers:
             self.submit(step, lengths)
         self._receive_until(step, begin + round(self._timeout_s * 1e9))
-        late = f"no plan within {self._timeout_s:g} s"
-        found = self._answers.pop(step, _Answer(None, 0, late))
+        found = self._answers.pop(step, _Answer(None, 0, f"no plan within {self._timeout_s:g} s"))
         self._answers = {other: answer for other, answer in self._answers.items() if other > step}
         if found.text is None:
             plan = self._fallback.plan(lengths, self._cost)
@@ -125,11 +108,9 @@ class PlanAhead:
             self._process.join()
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
     def _receive_until(self, step: int, deadline_ns: int) -> None:

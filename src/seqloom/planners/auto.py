@@ -40,10 +40,8 @@ def plan_auto(
 ) -> Plan:
     """Plan a batch with every planner that answers at once, keep the best, and remap its rounds where that pays.
 
-    Args:
-        known: plans made for this batch before; they take part in the choice.
-        stages: with more than one, a pipeline of so many stages takes part too; nobody else cuts the model.
-        strategies: under free sharding, those to choose from; None proposes some for this batch alone.
+    Plans ``known`` for this batch take part. With several ``stages``, a pipeline of so many takes part too; nobody else
+    cuts the model. ``strategies`` are those to choose from under free sharding; None proposes some for this batch.
     """
 
     def one_stage() -> list[Plan]:

@@ -91,7 +91,7 @@ def _dispatchers() -> Any:
 
 
 class _NotCached(Exception):  # noqa: N818 - no error: it stops numba before it compiles
-    """Numba would have to compile a loop."""
+    pass
 
 
 def _is_cached(compiled: Any) -> bool:

@@ -17,7 +17,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.flex import searched_ns, tiles
 from seqloom.planners.problem import BatchProblem, GroupPlacement, fitting_problems
-from seqloom.planners.published.flexsp import Matrix, highs_model, require_highspy
+from seqloom.planners.published.flexsp import highs_model, require_highspy
 
 MAX_DOCUMENTS = 20
 MAX_RANKS = 16
@@ -26,15 +26,12 @@ MAX_RANKS = 16
 class Slot(NamedTuple):
     """A group that may be opened."""
 
-    policy: int
-    """Index of the problem whose policy prices the round."""
+    policy: int  # Index of the problem whose policy prices the round
     shape: int
     start: int
     degree: int
-    ranks: tuple[int, int]
-    """First rank and number of ranks that run this round together."""
-    number: int
-    """Of the round, among those on these ranks under this policy."""
+    ranks: tuple[int, int]  # First rank and number of ranks that run this round together
+    number: int  # Of the round, among those on these ranks under this policy
 
     @property
     def round(self) -> tuple[tuple[int, int], int, int]:
@@ -68,7 +65,7 @@ class Model:
         for name, value in options.items():
             solver.setOptionValue(name, value)
         low, high, columns, values = zip(*self.rows, strict=True)
-        matrix = Matrix(
+        matrix = (
             np.cumsum([0, *map(len, columns)]).astype(np.int32),
             np.concatenate(columns).astype(np.int32),
             np.concatenate(values),
@@ -87,9 +84,7 @@ class Model:
 def plan_exact(lengths: np.ndarray, cost: CostModel, *, nodes: int = 200_000) -> Plan:
     """The best plan, proven: over every way to reduce gradients, and in each over the checkpoint of every round.
 
-    Args:
-        lengths: int64[n] tokens, at most 20 of them, on at most 16 ranks.
-        nodes: of the branch-and-bound tree, per way to reduce; SeqloomError if the proof needs more.
+    SeqloomError if the proof needs more ``nodes`` of the branch-and-bound tree, per way to reduce.
     """
     if len(lengths) > MAX_DOCUMENTS or cost.ranks > MAX_RANKS:
         raise SeqloomError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,54 +35,37 @@ class CutThresholds:
     thresholds.
     """
 
-    break_even: float
-    """What a cut may cost, as a share of the uncut document's rank-time."""
+    break_even: float  # What a cut may cost, as a share of the uncut document's rank-time
     intra_pays: int | None
     intra_forced: int | None
     inter_pays: int | None
     inter_forced: int | None
 
-    def as_dict(self) -> dict[str, Any]:
-        """The thresholds for a report in JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 class PlacementKey(NamedTuple):
     """What documents of one class have in common."""
 
-    octave: int
-    """Lengths from ``2**octave`` to below ``2**(octave + 1)`` tokens."""
+    octave: int  # Lengths from ``2**octave`` to below ``2**(octave + 1)`` tokens
     zone: str
     shape: GroupShape
-    remapped: str
-    """Where tokens change to another layout for linear layers; empty if nowhere."""
-    reason: str
-    """cheapest; memory, time: whole it would not fit, or end late; not cheapest: for balance, or by rule."""
-
-
-class DocumentPrices(NamedTuple):
-    """One placed document. Costs are rank-ns: time on every rank that works on it."""
-
-    tokens: int
-    cost_ns: int
-    whole_ns: int
-    next_best: str
-    next_ns: int
+    remapped: str  # Where tokens change to another layout for linear layers; empty if nowhere
+    reason: str  # cheapest; memory, time: whole it would not fit, or end late; not cheapest: for balance, or by rule
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentClass:
-    """Documents placed in the same way for the same reason. Costs are rank-ns, the mean of the class."""
+    """Documents placed in the same way for the same reason.
+
+    Costs are the mean of the class, in rank-ns: time on every rank that works on a document.
+    """
 
     placement: PlacementKey
     documents: int
     shortest: int
     longest: int
     cost_ns: int
-    whole_ns: int
-    """The same on one rank, whether it holds it or not."""
-    next_best: str
-    """For most of them, the cheapest other shape that fits and ends in time; empty if there is none for any."""
+    whole_ns: int  # The same on one rank, whether it holds it or not
+    next_best: str  # For most of them, the cheapest other shape that fits and ends in time; empty if none
     next_ns: int | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,7 +96,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation for a report in JSON."""
-        return {"bounds": self.thresholds.as_dict(), "classes": [one.as_dict() for one in self.classes]}
+        return {"bounds": asdict(self.thresholds), "classes": [one.as_dict() for one in self.classes]}
 
 
 def method_name(shape: GroupShape) -> str:
@@ -126,11 +109,7 @@ def method_name(shape: GroupShape) -> str:
 
 
 def explain(plan: Plan, cost: CostModel) -> Explanation:
-    """Say why every class of documents is where it is; for plans whose pipelines have one stage and whole weights.
-
-    Args:
-        plan: a plan made for this cost model.
-    """
+    """Say why every class of documents is where it is; for plans whose pipelines have one stage and whole weights."""
     if any(len(pipeline.stages) != 1 for pipeline in plan.pipelines):
         raise SeqloomError("a plan with pipelines of several stages cannot be explained; explain one of one stage")
     if any(pipeline.stages[0].tensor > 1 for pipeline in plan.pipelines):
@@ -141,27 +120,26 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
         )
     rounds = simulate(plan, cost).rounds
     works = [plan.pipelines[entry.pipeline].rounds[entry.round].by_stage[0] for entry in rounds]
-    priced: dict[PlacementKey, list[DocumentPrices]] = defaultdict(list)
+    priced: dict[PlacementKey, list[DocumentClass]] = defaultdict(list)
     for entry, work in zip(rounds, works, strict=True):
-        for key, prices in _priced_documents(work, MemoryPolicy(work.checkpoint, plan.reduce), entry.time_ns, cost):
-            priced[key].append(prices)
-    classes = [_class_of(key, rows) for key, rows in priced.items()]
-    classes.sort(key=lambda one: (-one.longest, -one.shortest, one.placement))
-    spent = sum(prices.cost_ns for rows in priced.values() for prices in rows)
+        for one in _priced_documents(work, MemoryPolicy(work.checkpoint, plan.reduce), entry.time_ns, cost):
+            priced[one.placement].append(one)
+    classes = sorted(map(_merged, priced.values()), key=lambda one: (-one.longest, -one.shortest, one.placement))
+    spent = sum(one.cost_ns for rows in priced.values() for one in rows)
     idle = max(0, cost.ranks * cost.plan_ns(plan) - spent) / spent
     first = MemoryPolicy(works[0].checkpoint, plan.reduce)
     return Explanation(cut_thresholds(cost, first, max(entry.time_ns for entry in rounds), idle), tuple(classes))
 
 
-def _class_of(key: PlacementKey, rows: list[DocumentPrices]) -> DocumentClass:
-    """The class of these documents; of their next best choices the most frequent one is named."""
+def _merged(rows: list[DocumentClass]) -> DocumentClass:
+    """The class of these single documents; of their next best choices the most frequent one is named."""
     [(next_best, _)] = Counter(row.next_best for row in rows if row.next_best).most_common(1) or [("", 0)]
-    others = [row.next_ns for row in rows if row.next_best]
+    others = [row.next_ns for row in rows if row.next_ns is not None]
     return DocumentClass(
-        placement=key,
+        placement=rows[0].placement,
         documents=len(rows),
-        shortest=min(row.tokens for row in rows),
-        longest=max(row.tokens for row in rows),
+        shortest=min(row.shortest for row in rows),
+        longest=max(row.longest for row in rows),
         cost_ns=sum(row.cost_ns for row in rows) // len(rows),
         whole_ns=sum(row.whole_ns for row in rows) // len(rows),
         next_best=next_best,
@@ -171,8 +149,8 @@ def _class_of(key: PlacementKey, rows: list[DocumentPrices]) -> DocumentClass:
 
 def _priced_documents(
     work: StageMicroBatch, policy: MemoryPolicy, round_ns: int, cost: CostModel
-) -> Iterator[tuple[PlacementKey, DocumentPrices]]:
-    """Every span of a round: where it is, and what it costs there and elsewhere."""
+) -> Iterator[DocumentClass]:
+    """Every span of a round as a class of its own: where it is, and what it costs there and elsewhere."""
     spans = [(span.tokens, _shape_of(group), group) for group in work.groups for span in group.spans]
     used = {shape for _, shape, _ in spans}
     shapes = tuple(dict.fromkeys([SINGLE_RANK, *cost.shapes, *sorted(used - set(cost.shapes))]))
@@ -186,36 +164,20 @@ def _priced_documents(
         others = np.flatnonzero(fits[:, k] & ends[:, k] & (np.arange(len(shapes)) != own))
         best = int(others[rank_ns[others, k].argmin()]) if len(others) else None
         cheapest = best is None or rank_ns[own, k] <= rank_ns[best, k]
-        key = PlacementKey(
-            octave=tokens.bit_length() - 1,
-            zone=ZONES[group.order_key(cost.node_size)],
-            shape=shape,
-            remapped=remapped,
-            reason=_reason(bool(fits[0, k]), bool(ends[0, k]), bool(cheapest)),
-        )
-        other, other_ns = ("", 0) if best is None else (str(shapes[best]), int(rank_ns[best, k]))
-        yield key, DocumentPrices(tokens, int(rank_ns[own, k]), int(rank_ns[0, k]), other, other_ns)
+        reasons = {"memory": not fits[0, k], "time": not ends[0, k], "cheapest": cheapest}
+        reason = next((name for name, holds in reasons.items() if holds), "not cheapest")
+        zone = ZONES[group.order_key(cost.node_size)]
+        key = PlacementKey(tokens.bit_length() - 1, zone, shape, remapped, reason)
+        other, other_ns = ("", None) if best is None else (str(shapes[best]), int(rank_ns[best, k]))
+        yield DocumentClass(key, 1, tokens, tokens, int(rank_ns[own, k]), int(rank_ns[0, k]), other, other_ns)
 
 
 def _shape_of(group: Group) -> GroupShape:
     return GroupShape(group.ulysses, group.ring, group.method, group.route is not None)
 
 
-def _reason(whole_fits: bool, whole_ends: bool, cheapest: bool) -> str:
-    if not whole_fits:
-        return "memory"
-    if not whole_ends:
-        return "time"
-    return "cheapest" if cheapest else "not cheapest"
-
-
 def cut_thresholds(cost: CostModel, policy: MemoryPolicy, round_ns: int, break_even: float) -> CutThresholds:
-    """The thresholds of one cost model and policy.
-
-    Args:
-        round_ns: when the round ends.
-        break_even: share of the rank-time of an uncut document that a cut may cost.
-    """
+    """The thresholds of one cost model and policy, for a round that ends after ``round_ns``."""
     steps = SHORTEST * 2 ** (np.arange(OCTAVES * STEPS) / STEPS)
     tables = cost.tables(np.unique(cost.padded_lengths(np.rint(steps).astype(np.int64))), policy)
     local = tables.degree == 1

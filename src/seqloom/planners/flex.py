@@ -13,9 +13,9 @@ The budget counts decodings, so the same inputs give the same answer on any mach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain, repeat
 from random import Random
 
 import numpy as np
@@ -59,12 +59,10 @@ def plan_flex(
     only: MemoryPolicy | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Plan a batch: start every policy that can still win, and search the best one further.
+    """Plan a batch, int64[n] tokens: start every policy that can still win, and search the best one further.
 
     Args:
-        lengths: int64[n] tokens.
         evaluations: decodings for the local search; None chooses by size.
-        seed: start of its pseudo-random choices.
         only: the one policy to plan for; None tries all.
         quick: whether a small part of the local search is enough: to compare batches or clusters, not to run the plan.
     """
@@ -135,11 +133,7 @@ def virtual_shard_groups(tables: BatchTables) -> list[int]:
 
 
 def finish_searches(searches: list[FlexSearch], bound: int, evaluations: int | None, seed: int) -> FlexSearch:
-    """Spend the local search on the best start (on all of them if the batch is small); returns the best of all.
-
-    Args:
-        evaluations: decodings for each local search; None chooses by size.
-    """
+    """Spend the local search on the best start (on all of them if the batch is small); returns the best of all."""
     tables = searches[0].tables
     budget = default_evaluations(tables, searches[0].shard_group) if evaluations is None else evaluations
     for search in searches if len(tables.tokens) < REORDERED_BELOW else searches[:1]:
@@ -158,11 +152,7 @@ def default_evaluations(tables: BatchTables, shard_group: int) -> int:
 def placed_rounds(
     problem: BatchProblem, rounds: DecodedRounds, ranks: RankAssignment, documents: np.ndarray | None = None
 ) -> list[list[GroupPlacement]]:
-    """List the groups of every round of a decoding, in running order.
-
-    Args:
-        documents: int64[m] ids of the documents that were decoded; None if all of the problem's were.
-    """
+    """List the groups of every round of a decoding of these documents (None: all), in running order."""
     members: list[list[int]] = [[] for _ in range(int(rounds.count[0]))]
     ids = range(len(rounds.group_of)) if documents is None else documents.tolist()
     for document, group in zip(ids, rounds.group_of.tolist(), strict=True):
@@ -214,7 +204,6 @@ def _faster_problems(problem: BatchProblem) -> list[BatchProblem]:
 
 
 def _subset(tables: BatchTables, documents: np.ndarray) -> BatchTables:
-    """The tables of some of the documents."""
     return tables._replace(
         tokens=tables.tokens[documents],
         cost=np.ascontiguousarray(tables.cost[:, :, documents]),
@@ -234,18 +223,12 @@ class FlexSearch:
     """A search for the shortest step: ask the decoder for shorter and shorter ones, change one parameter at a time."""
 
     tables: BatchTables
-    shard_group: int
-    """Ranks of a real shard group; ``tables.shard_group`` is the virtual one."""
-    params: DecodeParams
-    """Parameters that the search starts from."""
-    rounds: DecodedRounds
-    """The last decoding."""
-    ranks: RankAssignment
-    """The ranks of the last complete decoding."""
-    best_ns: int = int(NEVER)
-    """Shortest step, over real shard groups."""
-    reached_ns: int = int(NEVER)
-    """Shortest target met, over virtual shard groups."""
+    shard_group: int  # Ranks of a real shard group; ``tables.shard_group`` is the virtual one
+    params: DecodeParams  # Parameters that the search starts from
+    rounds: DecodedRounds  # The last decoding
+    ranks: RankAssignment  # The ranks of the last complete decoding
+    best_ns: int = int(NEVER)  # Shortest step, over real shard groups
+    reached_ns: int = int(NEVER)  # Shortest target met, over virtual shard groups
     best: tuple[DecodedRounds, RankAssignment] | None = None
     evaluations: int = 0
 
@@ -309,10 +292,10 @@ class FlexSearch:
             target = self.reached_ns - self.reached_ns // STRIDE
             left = self.attempt(target, params)
             taken, first = self._limits_taken(), self.evaluations
-            for change in changes(len(taken), random):
+            for shift in shifts(len(taken)):
                 if left == 0 or self.evaluations >= stop:
                     break
-                candidate = change(params, taken)
+                candidate = changed(params, taken, shift, random)
                 remaining = self.attempt(target, candidate)
                 if remaining < left or (remaining == left and self.evaluations > first + PLATEAU):
                     params, left, taken = candidate, remaining, self._limits_taken()
@@ -325,27 +308,21 @@ class FlexSearch:
         return self.rounds.limit_index[: max(1, self.rounds.count[1])].copy()
 
 
-Change = Callable[[DecodeParams, np.ndarray], DecodeParams]
-"""From the current parameters, and the limits that they led to, to parameters that differ in one respect."""
+def shifts(rounds: int) -> Iterator[tuple[int, int] | None]:
+    """(Round, steps of its limit) of the early rounds, nearest limits first; then None, any change, without end."""
+    steps = (1, -1, 2, -2, 3, -3, 5, -4, 7, -6, 9)
+    return chain([(index, step) for step in steps for index in range(min(rounds, 6))], repeat(None))
 
 
-def changes(rounds: int, random: Random) -> Iterator[Change]:
-    """Changes to try, endless: first every early round's limit, nearest ones first, then anything at random."""
-    for step in (1, -1, 2, -2, 3, -3, 5, -4, 7, -6, 9):
-        for index in range(min(rounds, 6)):
-            yield partial(_shift_limit, index=index, step=step)
-    while True:
-        yield partial(_change_at_random, random=random)
+def changed(params: DecodeParams, taken: np.ndarray, shift: tuple[int, int] | None, random: Random) -> DecodeParams:
+    """Parameters that differ in one respect from those that led to these limits.
 
-
-def _shift_limit(params: DecodeParams, taken: np.ndarray, *, index: int, step: int) -> DecodeParams:
-    """Take a neighbouring limit for one of the first rounds."""
-    index = min(index, len(taken) - 1)
-    return params._replace(limit_index=replaced(params.limit_index, index, max(0, int(taken[index]) + step)))
-
-
-def _change_at_random(params: DecodeParams, taken: np.ndarray, *, random: Random) -> DecodeParams:
-    """Change the order (of small batches), the degree that a document starts from, or some round's limit."""
+    Without a shift, change at random the order (of small batches), the degree that a document starts from, or some
+    round's limit.
+    """
+    if shift is not None:
+        index = min(shift[0], len(taken) - 1)
+        return params._replace(limit_index=replaced(params.limit_index, index, max(0, int(taken[index]) + shift[1])))
     n, draw = len(params.order), random.random()
     if n < REORDERED_BELOW and draw < 0.5:
         return params._replace(order=reordered(params.order, random), descending=False)

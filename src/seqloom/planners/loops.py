@@ -64,11 +64,9 @@ def lowest_free_block(degree: int, first: int, taken: np.ndarray, node: int) -> 
 
 
 def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.ndarray) -> bool:
-    """Place blocks of these degrees on the lowest free aligned ranks of ``[0, ranks)``; False if they do not fit.
+    """Place blocks of int64[g] falling degrees on the lowest free aligned ranks of ``[0, ranks)``; False: no room.
 
-    Args:
-        degrees: int64[g], descending.
-        starts: int64[g], receives the first rank of each block.
+    ``starts``, int64[g], receives the first rank of each block.
     """
     taken = np.zeros(ranks, np.int64)
     for group in range(degrees.shape[0]):
@@ -90,51 +88,31 @@ def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.
 class BatchTables(NamedTuple):
     """One batch under one policy of the cost model."""
 
-    tokens: np.ndarray
-    """int64[n]: tokens a document occupies, padded."""
-    cost: np.ndarray
-    """int64[L, S, n]: time that a document adds to each stream of a group of each shape."""
-    fixed: np.ndarray
-    """int64[L, S]: time of a group before its first document."""
-    shape_degree: np.ndarray
-    """int64[S]: ranks of a group of each shape, ascending."""
-    degrees: np.ndarray
-    """int64[D]: the distinct degrees, ascending."""
-    solo_ns: np.ndarray
-    """int64[D, n]: time of a group of that degree with this document only, in its best shape; NEVER if it overflows."""
-    solo_shape: np.ndarray
-    """int64[D, n]: that best shape."""
-    value: np.ndarray
-    """int64[n] rank-ns: a document's cheapest work plus its share of a round's fixed cost."""
-    capacity: int
-    """Tokens one rank holds in one round."""
-    ranks: int
-    """Ranks of the cluster."""
-    shard_group: int
-    """Ranks that run every round together."""
-    node: int
-    """Ranks of a node: aligned blocks smaller than it do not cross it."""
+    tokens: np.ndarray  # int64[n]: tokens a document occupies, padded
+    cost: np.ndarray  # int64[L, S, n]: time that a document adds to each stream of a group of each shape
+    fixed: np.ndarray  # int64[L, S]: time of a group before its first document
+    shape_degree: np.ndarray  # int64[S]: ranks of a group of each shape, ascending
+    degrees: np.ndarray  # int64[D]: the distinct degrees, ascending
+    solo_ns: np.ndarray  # int64[D, n]: time of a group with this document only, in its best shape; NEVER: too long
+    solo_shape: np.ndarray  # int64[D, n]: that best shape
+    value: np.ndarray  # int64[n] rank-ns: a document's cheapest work plus its share of a round's fixed cost
+    capacity: int  # Tokens one rank holds in one round
+    ranks: int  # Ranks of the cluster
+    shard_group: int  # Ranks that run every round together
+    node: int  # Ranks of a node: aligned blocks smaller than it do not cross it
 
 
 class OpenGroups(NamedTuple):
     """The groups of a round while it is filled; one per rank at most."""
 
-    shape: np.ndarray
-    """int64[ranks]: index of each group's shape."""
-    start: np.ndarray
-    """int64[ranks]: first rank of each group, counted from the round's first rank."""
-    tokens: np.ndarray
-    """int64[ranks]: tokens of each group."""
-    load: np.ndarray
-    """int64[L, ranks]: time of each stream of each group."""
-    by_shape: np.ndarray
-    """int64[S, ranks]: groups of each shape that have memory left, the most loaded first."""
-    listed: np.ndarray
-    """int64[S]: how many groups `by_shape` lists for each shape."""
-    taken: np.ndarray
-    """int64[ranks]: 1 where a rank has a group."""
-    cursor: np.ndarray
-    """int64[D]: index of the first aligned block of each degree that may still be free."""
+    shape: np.ndarray  # int64[ranks]: index of each group's shape
+    start: np.ndarray  # int64[ranks]: first rank of each group, counted from the round's first rank
+    tokens: np.ndarray  # int64[ranks]: tokens of each group
+    load: np.ndarray  # int64[L, ranks]: time of each stream of each group
+    by_shape: np.ndarray  # int64[S, ranks]: groups of each shape that have memory left, the most loaded first
+    listed: np.ndarray  # int64[S]: how many groups `by_shape` lists for each shape
+    taken: np.ndarray  # int64[ranks]: 1 where a rank has a group
+    cursor: np.ndarray  # int64[D]: index of the first aligned block of each degree that may still be free
 
 
 def no_groups(t: BatchTables, ranks: int) -> OpenGroups:
@@ -183,10 +161,9 @@ def fullest_group(
     tokens: np.ndarray,
     load: np.ndarray,
 ) -> tuple[int, int]:
-    """Find the most loaded group of the smallest shape, up to degree ``most``, that can take document ``k``.
+    """(shape, position in its list) of the most loaded group of the smallest shape, up to degree ``most``, for ``k``.
 
-    Returns:
-        shape and position in that shape's list, or (-1, -1).
+    (-1, -1) if no group can take document ``k``.
     """
     cost, shape_degree = t.cost, t.shape_degree
     for s in range(listed.shape[0]):
@@ -214,12 +191,9 @@ def fullest_group(
 def smallest_new_group(
     t: BatchTables, k: int, limit: int, least_degree: int, free: int, taken: np.ndarray, cursor: np.ndarray
 ) -> tuple[int, int]:
-    """Find the smallest degree, from index ``least_degree`` up, at which document ``k`` may open a group.
+    """(index of the degree, first rank) of the smallest group, from ``least_degree`` up, that ``k`` may open.
 
-    A round only ever takes ranks, so the search for a free block goes on from where it ended before.
-
-    Returns:
-        index of the degree and first rank of a free block, or (-1, -1).
+    (-1, -1) if there is none. A round only ever takes ranks, so the search goes on from where it ended before.
     """
     for d in range(least_degree, t.degrees.shape[0]):
         degree = t.degrees[d]
@@ -254,7 +228,7 @@ def fill_round(
         shortest: tokens of the smallest of them.
         descending: whether that order is by falling length: then runs of documents that cannot fit are skipped.
         joined: int64[w], receives the group of each document that is placed; other entries stay as they are.
-        groups: of `no_groups`; receives the groups of the round.
+        groups: receives the groups of the round.
 
     Returns:
         groups opened, time of the round (ns), total value placed.
@@ -306,42 +280,30 @@ def fill_round(
 
 
 class DecodeParams(NamedTuple):
-    """What the search of planner flex may change about a decoding."""
+    """What the search of planner flex may change about a decoding.
 
-    order: np.ndarray
-    """int64[n]: documents in the order in which they are placed."""
-    descending: bool
-    """Whether that order is by falling length."""
-    extra_degrees: np.ndarray
-    """int64[n]: degrees that a document is moved up beyond the smallest that meets the target."""
-    limit_index: np.ndarray
-    """int64[m]: which of its time limits the i-th filled round takes (counted cyclically), plus `MAX_LIMITS` times the
-    index of its least degree; -1: the most efficient."""
-    growth: int
-    """Growth from one time limit to the next, per cent."""
+    The choice of a round is the index of its time limit, plus `MAX_LIMITS` times the index of its least degree.
+    """
+
+    order: np.ndarray  # int64[n]: documents in the order in which they are placed
+    descending: bool  # Whether that order is by falling length
+    extra_degrees: np.ndarray  # int64[n]: degrees that a document is moved up beyond the smallest that meets the target
+    limit_index: np.ndarray  # int64[m]: choice of the i-th filled round (cyclically); -1: the most efficient
+    growth: int  # Growth from one time limit to the next, per cent
 
 
 class DecodedRounds(NamedTuple):
     """A decoding: which document is in which group, which group in which round, which round on which shard groups."""
 
-    group_of: np.ndarray
-    """int64[n]: group of each document; -1: not placed."""
-    group_shape: np.ndarray
-    """int64[n]: index of each group's shape."""
-    group_start: np.ndarray
-    """int64[n]: first rank of each group, counted from the first rank of its round."""
-    group_round: np.ndarray
-    """int64[n]: round of each group."""
-    round_shard_group: np.ndarray
-    """int64[n]: first shard group of each round."""
-    round_width: np.ndarray
-    """int64[n]: shard groups of each round."""
-    count: np.ndarray
-    """int64[2]: groups, rounds."""
-    limit_index: np.ndarray
-    """int64[n]: of the i-th round that filled a single shard group, the limit taken, see `DecodeParams`."""
-    load: np.ndarray
-    """int64[I]: when each shard group is done."""
+    group_of: np.ndarray  # int64[n]: group of each document; -1: not placed
+    group_shape: np.ndarray  # int64[n]: index of each group's shape
+    group_start: np.ndarray  # int64[n]: first rank of each group, counted from the first rank of its round
+    group_round: np.ndarray  # int64[n]: round of each group
+    round_shard_group: np.ndarray  # int64[n]: first shard group of each round
+    round_width: np.ndarray  # int64[n]: shard groups of each round
+    count: np.ndarray  # int64[2]: groups, rounds
+    limit_index: np.ndarray  # int64[n]: limit of the i-th round that filled a single shard group, see `DecodeParams`
+    load: np.ndarray  # int64[I]: when each shard group is done
 
     @classmethod
     def empty(cls, documents: int, shard_groups: int) -> DecodedRounds:
@@ -358,8 +320,7 @@ def decode(t: BatchTables, target: int, params: DecodeParams, rounds: DecodedRou
     for long rounds, in which ranks with short documents run out of memory long before they run out of time: where to
     set the limit is the heart of the matter, and `flex.search` perturbs exactly these choices.
 
-    Returns:
-        total value of the documents that were not placed: 0 means that the target is met.
+    Returns the value of the documents that were not placed: 0 means that the target is met.
     """
     rounds.group_of[:] = -1
     rounds.count[:] = 0
@@ -424,13 +385,8 @@ def place_wide_document(
 ) -> bool:
     """Put document ``k`` on the block of degree ``t.degrees[d]`` where it ends first; False: nowhere in time.
 
-    It joins that block's last group if memory allows, or opens a group as a round of its own.
-
-    Args:
-        last_group: int64[I] group that a block, known by its first shard group, runs last; -1: none.
-        tokens_left: int64[I] tokens that this group may still take.
-        load: int64[I, L] time of its streams.
-        begin: int64[I] when it begins.
+    It joins that block's last group if memory allows, or opens a group as a round of its own. `last_group`, int64[I],
+    is known by the block's first shard group (-1: none); the arrays behind it are that group's.
     """
     width = t.degrees[d] // t.shard_group
     best, best_end, joins = -1, target + 1, False
@@ -600,14 +556,10 @@ def store_round(
 class RankAssignment(NamedTuple):
     """The ranks of every group of a decoding, and when each real shard group is done."""
 
-    start: np.ndarray
-    """int64[n]: first rank of each group."""
-    round_of: np.ndarray
-    """int64[n]: round of each group; rounds are numbered in the order in which they run."""
-    time: np.ndarray
-    """int64[n]: ns of each group."""
-    load: np.ndarray
-    """int64[ranks // shard group]: when each real shard group is done."""
+    start: np.ndarray  # int64[n]: first rank of each group
+    round_of: np.ndarray  # int64[n]: round of each group; rounds are numbered in the order in which they run
+    time: np.ndarray  # int64[n]: ns of each group
+    load: np.ndarray  # int64[ranks // shard group]: when each real shard group is done
 
     @classmethod
     def empty(cls, documents: int, shard_groups: int) -> RankAssignment:
@@ -619,11 +571,8 @@ class RankAssignment(NamedTuple):
 def assign_ranks(t: BatchTables, rounds: DecodedRounds, shard_group: int, ranks: RankAssignment) -> int:
     """Give every group its ranks and its round, longer groups on the shard groups that are free earliest.
 
-    Args:
-        shard_group: ranks of a real shard group; ``t.shard_group`` is the virtual one of the decoding.
-
-    Returns:
-        when the last shard group is done, ns; NEVER if the groups do not fit.
+    ``shard_group`` is the real one, ``t.shard_group`` the virtual one of the decoding. Returns when the last shard
+    group is done, ns; NEVER if the groups do not fit.
     """
     group_times(t, rounds, ranks.time)
     order = order_groups(t, rounds, ranks.time)
@@ -671,11 +620,7 @@ def order_groups(t: BatchTables, rounds: DecodedRounds, time: np.ndarray) -> np.
 def close_round(
     shard_group: int, base: int, width: int, groups: np.ndarray, numbered: int, ranks: RankAssignment
 ) -> int:
-    """Run these groups as a round on ``[base, base + width)`` as soon as its shard groups are free.
-
-    Returns:
-        rounds numbered so far.
-    """
+    """Run these groups as a round on ``[base, base + width)`` once its ranks are free; returns rounds numbered."""
     low, high = base // shard_group, (base + width) // shard_group
     end = ranks.load[low:high].max() + ranks.time[groups].max()
     ranks.round_of[groups] = numbered
@@ -695,10 +640,7 @@ def split_round(
 ) -> int:
     """Split a virtual round into rounds of real shard groups: each group goes where it may begin first.
 
-    Several groups smaller than a real shard group share one and run in lock step.
-
-    Returns:
-        rounds numbered so far.
+    Several groups smaller than a real shard group share one and run in lock step. Returns rounds numbered so far.
     """
     used = np.zeros(width // shard_group, np.int64)
     at = 0
@@ -737,15 +679,7 @@ def split_round(
 
 
 def first_fit(sizes: np.ndarray, capacity: int, out: np.ndarray) -> int:
-    """Put every item, in the order given, into the first bin that it fits into.
-
-    Args:
-        sizes: int64[n].
-        out: int64[n], receives the bin of every item.
-
-    Returns:
-        number of bins.
-    """
+    """Write to ``out`` the first bin that each item fits into, in the order given; returns the number of bins."""
     leaves = 1
     while leaves < sizes.shape[0]:
         leaves *= 2
@@ -765,18 +699,10 @@ def first_fit(sizes: np.ndarray, capacity: int, out: np.ndarray) -> int:
 
 
 def least_loaded(sizes: np.ndarray, work: np.ndarray, capacity: int, bins: int, overflow: bool, out: np.ndarray) -> int:
-    """Put every item, in the order given, into the bin with the least work of those it fits into; the first of equals.
+    """Write to ``out`` the bin with the least work of those that each item fits into; the first of equals.
 
-    With items by falling work this is longest processing time first (LPT).
-
-    Args:
-        sizes: int64[n].
-        work: int64[n].
-        overflow: whether an item that fits nowhere goes to the bin with the most capacity left.
-        out: int64[n], receives the bin of every item.
-
-    Returns:
-        work of the most loaded bin; -1 if an item fits nowhere.
+    With ``overflow``, an item that fits nowhere goes to the bin with the most capacity left. Returns the work of the
+    most loaded bin; -1 if an item fits nowhere.
     """
     held = np.zeros(bins, np.int64)
     load = np.zeros(bins, np.int64)
@@ -796,11 +722,9 @@ def least_loaded(sizes: np.ndarray, work: np.ndarray, capacity: int, bins: int, 
 
 
 def longest_left(left: np.ndarray, place: int) -> int:
-    """The last of the places ``0 .. place`` whose document is left; 0 stands before the first document.
+    """The last of the places ``0 .. place`` whose document is left; place ``k + 1`` is document ``k``, 0 is none.
 
-    Args:
-        left: int64[n + 1]: of every place itself, or a lower one to go on from. Paths are halved on the way.
-        place: 1 + the index of a document.
+    ``left``, int64[n + 1], has of every place itself, or a lower one to go on from. Paths are halved on the way.
     """
     while left[place] != place:
         left[place] = left[left[place]]
@@ -827,14 +751,11 @@ def fill_packs(
         sizes: int64[n] pad multiples of every document, ascending.
         upto: int64[longest + 1]: how many documents have at most so many pad multiples.
         left: int64[n + 1], see `longest_left`; what is taken is marked.
-        room: pad multiples of a pack.
+        room: pad multiples of a pack; ``per_step`` packs are a step.
         low: index of the first document of the level; those below it are of lower levels.
-        per_step: packs of a step.
-        first: number of the first pack.
-        out: int64[n], receives the pack of every document that is taken.
+        first: number of the first pack; ``out``, int64[n], receives the pack of every document that is taken.
 
-    Returns:
-        number of packs made.
+    Returns the number of packs made.
     """
     packs = 0
     while True:
@@ -859,35 +780,24 @@ def fill_packs(
 class DispatchProblem(NamedTuple):
     """Documents, longest first, and the pipelines of one strategy."""
 
-    tokens: np.ndarray
-    """int64[n] tokens, falling."""
-    cost: np.ndarray
-    """int64[pipelines, n] ns that a document adds to a stage of a pipeline; falls with the tokens."""
-    fixed: np.ndarray
-    """int64[pipelines] ns of a micro-batch before any document."""
-    max_tokens: np.ndarray
-    """int64[pipelines] tokens that a micro-batch may hold."""
-    max_length: np.ndarray
-    """int64[pipelines] tokens of the longest document that may go there: no more than `max_tokens`."""
-    stages: np.ndarray
-    """int64[pipelines]."""
-    charge_largest: bool = False
-    """Whether every micro-batch costs as much as the largest of its pipeline, as the published planner has it."""
+    tokens: np.ndarray  # int64[n] tokens, falling
+    cost: np.ndarray  # int64[pipelines, n] ns that a document adds to a stage of a pipeline; falls with the tokens
+    fixed: np.ndarray  # int64[pipelines] ns of a micro-batch before any document
+    max_tokens: np.ndarray  # int64[pipelines] tokens that a micro-batch may hold
+    max_length: np.ndarray  # int64[pipelines] tokens of the longest document that may go there; at most `max_tokens`
+    stages: np.ndarray  # int64[pipelines]
+    charge_largest: bool = False  # Every micro-batch costs as much as the largest of its pipeline, as published
 
 
 class PipelineLoads(NamedTuple):
     """The documents of every pipeline so far, int64[pipelines] each."""
 
-    work: np.ndarray
-    """ns of all its documents on a stage."""
+    work: np.ndarray  # ns of all its documents on a stage
     tokens: np.ndarray
     count: np.ndarray
-    first: np.ndarray
-    """Its longest document: the lowest number; -1 without any."""
-    second: np.ndarray
-    """The next one."""
-    done: np.ndarray
-    """ns of `estimate_pipeline_ns`."""
+    first: np.ndarray  # Its longest document: the lowest number; -1 without any
+    second: np.ndarray  # The next one
+    done: np.ndarray  # ns of `estimate_pipeline_ns`
 
     @classmethod
     def empty(cls, pipelines: int) -> PipelineLoads:
@@ -905,9 +815,7 @@ def one_f_one_b_ns(times: np.ndarray, stages: int) -> int:
         stage 0    F0 F1    B0 F2 B1    B2
         stage 1       F0 B0 F1 B1 F2 B2
 
-    Args:
-        times: int64[v] ns of every micro-batch on a stage, in running order; a third of it is forward.
-        stages: of the pipeline.
+    ``times``, int64[v], are ns of every micro-batch on a stage, in running order; a third of it is forward.
     """
     count = times.shape[0]
     forward = times // 3
@@ -935,15 +843,8 @@ def estimate_pipeline_ns(
     The number of micro-batches is the one at which this is least, as if documents could be levelled freely: few cost
     few constants, many make the first and the last one short. None is shorter than the largest document.
 
-    Args:
-        work: ns of all documents on a stage.
-        tokens: of all documents.
-        largest: ns of the largest document.
-        count: documents.
-        fixed: ns of a micro-batch before any document.
-        max_tokens: that a micro-batch may hold.
-        stages: of the pipeline.
-        charge_largest: see `DispatchProblem`.
+    ``work`` and ``largest`` are ns on a stage of all ``count`` documents and of the largest; the others are those of
+    `DispatchProblem`.
     """
     if count == 0:
         return 0
@@ -1019,10 +920,8 @@ def dispatch_longest_first(p: DispatchProblem, pipeline_of: np.ndarray, loads: P
 def swap_rebalance(p: DispatchProblem, pipeline_of: np.ndarray, loads: PipelineLoads, evaluations: int) -> int:
     """Move documents away from the slowest pipeline, or exchange them, until nothing helps; returns its time, ns.
 
-    Every change makes the slower of two pipelines faster than the slowest was, so no assignment comes twice.
-
-    Args:
-        evaluations: changes that may be looked at.
+    Every change makes the slower of two pipelines faster than the slowest was, so no assignment comes twice. At most
+    ``evaluations`` changes are looked at.
     """
     while evaluations > 0:
         slow = int(np.argmax(loads.done))
@@ -1064,11 +963,8 @@ def order_micro_batches(
 ) -> int:
     """Number micro-batches in running order, the largest in the middle and the smallest at both ends; returns ns.
 
-    A pipeline fills and drains at the pace of its first and its last micro-batches.
-
-    Args:
-        cost: int64[n] ns that every document adds to a stage.
-        batch: int64[n] micro-batch of every document; renumbered.
+    A pipeline fills and drains at the pace of its first and its last micro-batches. ``batch``, int64[n], the
+    micro-batch of every document, is renumbered.
     """
     times = np.zeros(count, np.int64)
     for i in range(batch.shape[0]):
@@ -1100,19 +996,8 @@ def pack_micro_batches(
 
     One stage wants as few micro-batches as hold the tokens: each costs a constant. Several stages want them equal as
     well, and more of them: the pipeline fills and drains at the pace of the largest. Every number is tried, within
-    reason.
-
-    Args:
-        tokens: int64[n], falling; none is longer than `max_tokens`.
-        cost: int64[n] ns that every document adds to a stage.
-        fixed: ns of a micro-batch before any document.
-        max_tokens: that a micro-batch may hold.
-        stages: of the pipeline.
-        charge_largest: see `DispatchProblem`.
-        batch: int64[n], receives the micro-batch of every document, in running order.
-
-    Returns:
-        ns of the pipeline.
+    reason. The arguments are those of a `DispatchProblem` with this pipeline only; ``batch``, int64[n], receives the
+    micro-batch of every document, in running order. Returns ns of the pipeline.
     """
     if tokens.shape[0] == 0:
         return 0

@@ -57,15 +57,7 @@ def least_loaded(
 ) -> np.ndarray | None:
     """int64[n]: the bin of every document, in this order that with the least work of those it fits into.
 
-    Args:
-        sizes: int64[n].
-        work: int64[n]; usually falling.
-        bins: how many there are.
-        capacity: of a bin.
-        overflow: whether a document that fits nowhere goes to the bin with the most capacity left.
-
-    Returns:
-        None if a document fits nowhere.
+    A document that fits nowhere goes, with ``overflow``, to the bin with the most capacity left; else returns None.
     """
     chosen = np.empty(len(sizes), dtype=np.int64)
     return None if kernels().least_loaded(sizes, work, capacity, bins, overflow, chosen) < 0 else chosen

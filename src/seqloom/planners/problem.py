@@ -2,8 +2,8 @@
 
 A `BatchProblem` is one batch under one memory policy of one cost model, as integer arrays. Planners whose groups lie on
 disjoint aligned blocks answer with rounds of `GroupPlacement`: which documents, in which shape, from which rank on.
-`StepPricer` prices such rounds, `BatchProblem.plan` turns them into the plan. `build_plan` assembles any plan of one
-stage.
+`BatchProblem.step_ns` prices such rounds, `BatchProblem.plan` turns them into the plan. `build_plan` assembles any plan
+of one stage.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ PlacedRounds = Sequence[Sequence[GroupPlacement]]
 class BatchProblem:
     """One batch under one memory policy of a cost model. Times in ns."""
 
-    lengths: np.ndarray
-    """int64[n]: true lengths; a document's id is its index."""
+    lengths: np.ndarray  # int64[n]: true lengths; a document's id is its index
     cost: CostModel
     policy: MemoryPolicy
 
@@ -117,6 +116,57 @@ class BatchProblem:
             node=self.cost.node_size,
         )
 
+    def step_ns(self, rounds: PlacedRounds) -> int:
+        """Step time in ns, with the step's overhead, from the integers that planners compare.
+
+        It equals ``cost.plan_ns`` of the plan that `plan` builds, but for the exposed resharding time under free
+        sharding. NICs and NVLink ports never decide: groups lie on disjoint blocks of the family, and a block that
+        crosses nodes consists of whole nodes. So no two groups of a round share a NIC, and one group's traffic on a NIC
+        or port never takes longer than the group.
+        """
+        if not rounds:
+            return 0
+        cost, reduce = self.cost, self.policy.reduce
+        checkpoints = [self.checkpoint(groups) for groups in rounds]
+        size, times = cost.shard_group_size, iter(self._group_times(rounds, checkpoints))
+        slowest, joined = np.zeros((len(rounds), cost.ranks // size), dtype=np.int64), []
+        for row, groups in zip(slowest, rounds, strict=True):
+            touched = [range(start // size, (start + shape.degree - 1) // size + 1) for shape, start, _ in groups]
+            for shard_groups, time in zip(touched, times, strict=False):
+                row[shard_groups.start] = max(row[shard_groups.start], time)  # the others of a group wait for this one
+            joined.append(join_shard_groups(shard_groups for shard_groups in touched if len(shard_groups) > 1))
+        overhead = max(cost.step_overhead_ns(MemoryPolicy(checkpoint, reduce)) for checkpoint in set(checkpoints))
+        return int(finish_times(slowest, joined).max()) + overhead
+
+    def _group_times(self, rounds: PlacedRounds, checkpoints: Sequence[Checkpoint]) -> list[int]:
+        """ns of every group, round after round; groups of one shape and checkpoint are priced together."""
+        groups = list(chain.from_iterable(rounds))
+        owners = chain.from_iterable([c] * len(placed) for c, placed in zip(checkpoints, rounds, strict=True))
+        index_of = {shape: index for index, shape in enumerate(self.tables.shapes)}
+        classes: dict[tuple[Checkpoint, int], list[int]] = {}
+        for index, (group, checkpoint) in enumerate(zip(groups, owners, strict=True)):
+            classes.setdefault((checkpoint, index_of[group.shape]), []).append(index)
+        times = [0] * len(groups)
+        for (checkpoint, shape), members in classes.items():
+            tables = self.checkpoint_tables(checkpoint)
+            documents = np.array(list(chain.from_iterable(groups[i].documents for i in members)))
+            first = np.cumsum([0] + [len(groups[i].documents) for i in members[:-1]])
+            sums = np.add.reduceat(tables.cost[:, shape, documents], first, axis=1)
+            for i, time in zip(members, (sums + tables.fixed[:, shape, None]).max(axis=0), strict=True):
+                times[i] = int(time)
+        return times
+
+    def checkpoint_tables(self, checkpoint: Checkpoint) -> CostTables:
+        """The documents priced under another checkpoint, made on first use."""
+        if checkpoint not in self._checkpoint_tables:
+            policy = MemoryPolicy(checkpoint, self.policy.reduce)
+            self._checkpoint_tables[checkpoint] = self.cost.tables(self.lengths, policy)
+        return self._checkpoint_tables[checkpoint]
+
+    @cached_property
+    def _checkpoint_tables(self) -> dict[Checkpoint, CostTables]:
+        return {self.policy.checkpoint: self.tables}
+
     def plan(self, rounds: PlacedRounds, planner: str) -> Plan:
         """Build the plan of these rounds, each with the fastest checkpoint that its memory allows."""
         cost, lengths = self.cost, self.lengths.tolist()
@@ -174,61 +224,3 @@ def build_plan(
         pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce, cost.tensor),),
         planner=planner,
     )
-
-
-class StepPricer:
-    """Step times of many answers to one problem, from the integers that planners compare.
-
-    They equal ``cost.plan_ns`` of the plan that `BatchProblem.plan` builds, but for the exposed resharding time under
-    free sharding. NICs and NVLink ports never decide: groups lie on disjoint blocks of the family, and a block that
-    crosses nodes consists of whole nodes. So no two groups of a round share a NIC, and one group's traffic on a NIC or
-    port never takes longer than the group.
-    """
-
-    def __init__(self, problem: BatchProblem) -> None:
-        """Price answers to this problem, under any checkpoint that their rounds may have."""
-        self.problem = problem
-        self._shape = {shape: index for index, shape in enumerate(problem.tables.shapes)}
-        self._tables = {problem.policy.checkpoint: problem.tables}
-
-    def step_ns(self, rounds: PlacedRounds) -> int:
-        """Step time in ns, with the step's overhead."""
-        if not rounds:
-            return 0
-        cost, reduce = self.problem.cost, self.problem.policy.reduce
-        checkpoints = [self.problem.checkpoint(groups) for groups in rounds]
-        size, times = cost.shard_group_size, iter(self._group_times(rounds, checkpoints))
-        slowest, joined = np.zeros((len(rounds), cost.ranks // size), dtype=np.int64), []
-        for row, groups in zip(slowest, rounds, strict=True):
-            touched = [range(start // size, (start + shape.degree - 1) // size + 1) for shape, start, _ in groups]
-            for shard_groups, time in zip(touched, times, strict=False):
-                row[shard_groups.start] = max(row[shard_groups.start], time)  # the others of a group wait for this one
-            joined.append(join_shard_groups(shard_groups for shard_groups in touched if len(shard_groups) > 1))
-        overhead = max(cost.step_overhead_ns(MemoryPolicy(checkpoint, reduce)) for checkpoint in set(checkpoints))
-        return int(finish_times(slowest, joined).max()) + overhead
-
-    def _group_times(self, rounds: PlacedRounds, checkpoints: Sequence[Checkpoint]) -> list[int]:
-        """ns of every group, round after round; groups of one shape and checkpoint are priced together."""
-        groups = list(chain.from_iterable(rounds))
-        owners = chain.from_iterable([c] * len(placed) for c, placed in zip(checkpoints, rounds, strict=True))
-        classes: dict[tuple[Checkpoint, int], list[int]] = {}
-        for index, (group, checkpoint) in enumerate(zip(groups, owners, strict=True)):
-            classes.setdefault((checkpoint, self._shape[group.shape]), []).append(index)
-        times = [0] * len(groups)
-        for (checkpoint, shape), members in classes.items():
-            tables = self.tables(checkpoint)
-            documents = np.array(list(chain.from_iterable(groups[i].documents for i in members)))
-            first = np.cumsum([0] + [len(groups[i].documents) for i in members[:-1]])
-            sums = np.add.reduceat(tables.cost[:, shape, documents], first, axis=1)
-            for i, time in zip(members, (sums + tables.fixed[:, shape, None]).max(axis=0), strict=True):
-                times[i] = int(time)
-        return times
-
-    def tables(self, checkpoint: Checkpoint | None = None) -> CostTables:
-        """Tables of one checkpoint, made on first use; None: of the fastest checkpoint that holds a token."""
-        if checkpoint is None:
-            checkpoint = next(c for c in CHECKPOINTS if c in self.problem.capacities)
-        if checkpoint not in self._tables:
-            policy = MemoryPolicy(checkpoint, self.problem.policy.reduce)
-            self._tables[checkpoint] = self.problem.cost.tables(self.problem.lengths, policy)
-        return self._tables[checkpoint]

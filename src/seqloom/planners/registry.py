@@ -26,20 +26,13 @@ class PublishedClaim:
     A speed-up over a rival says little about the authors' system where the rival here does not give their figures. So
     every report of a rival says "validated" or "not validated". The ratios are those of the committed results
     (`benchmarks/results`), and a test compares the two.
-
-    Attributes:
-        over: the planner that the speed-up is over.
-        ratio: the published figure; None if none could be read, or none that can be repeated.
-        tolerance: relative deviation that still counts as reproduced.
-        measured: profile -> the same ratio here, over the batches of the benchmark.
-        remark: why the claim cannot be repeated.
     """
 
-    over: str = ""
-    ratio: float | None = None
-    tolerance: float = 0.2
-    measured: Mapping[str, float] = field(default_factory=dict)
-    remark: str = ""
+    over: str = ""  # the planner that the speed-up is over
+    ratio: float | None = None  # the published figure; None if none could be read, or none that can be repeated
+    tolerance: float = 0.2  # relative deviation that still counts as reproduced
+    measured: Mapping[str, float] = field(default_factory=dict)  # profile -> the same ratio here
+    remark: str = ""  # why the claim cannot be repeated
 
     def validated(self, profile: str) -> bool:
         """Whether the published ratio is met under this profile."""
@@ -59,31 +52,18 @@ class PublishedClaim:
 
 @dataclass(frozen=True, slots=True)
 class PlannerSpec:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: as users write it.
-        target: ``module:function``, loaded on first use.
-        option: argument that the number after the name sets: ``static:64`` is ``degree=64``; "": the name takes none.
-        seeded: whether it takes a seed.
-        rival: whether it is a published planner to compare with, which ``auto`` does not ask.
-        makes_stages: whether its plans cut the model into pipeline stages.
-        reads_strategies: whether it chooses from a list of strategies under free sharding.
-        quick: whether it answers at once: `plan_batches` then asks for a tiny plan before it measures any.
-        packs_dataset: whether it decides which documents make a batch, and so plans no batch that is given.
-        claim: its published speed-up.
-    """
-
-    name: str
-    target: str
-    option: str = ""
-    seeded: bool = False
-    rival: bool = False
-    makes_stages: bool = False
-    reads_strategies: bool = False
-    quick: bool = False
-    packs_dataset: bool = False
-    claim: PublishedClaim | None = None
+    name: str  # as users write it
+    target: str  # ``module:function``, loaded on first use
+    option: str = ""  # argument that the number after the name sets: ``static:64`` is ``degree=64``; "": none
+    seeded: bool = False  # whether it takes a seed
+    rival: bool = False  # whether it is a published planner to compare with, which ``auto`` does not ask
+    makes_stages: bool = False  # whether its plans cut the model into pipeline stages
+    reads_strategies: bool = False  # whether it chooses from a list of strategies under free sharding
+    quick: bool = False  # whether it answers at once: `plan_batches` then asks for a tiny plan before it measures any
+    packs_dataset: bool = False  # whether it decides which documents make a batch, and so plans no batch that is given
+    claim: PublishedClaim | None = None  # its published speed-up
 
     def load(self) -> Callable[..., Plan]:
         """Import the planner's function: ``(lengths, cost, **options) -> Plan``."""
@@ -115,25 +95,25 @@ _TABLE = (
     PlannerSpec("auto", "planners.auto:plan_auto", seeded=True, reads_strategies=True, quick=True),
     PlannerSpec(
         "te-cp",
-        "planners.published.context_parallel:plan_te_cp",
+        "planners.published.rivals:plan_te_cp",
         rival=True,
         claim=PublishedClaim(remark="the baseline of Zeppelin's figures, with no speed-up of its own"),
     ),
     PlannerSpec(
         "llama-cp",
-        "planners.published.context_parallel:plan_llama_cp",
+        "planners.published.rivals:plan_llama_cp",
         rival=True,
         claim=PublishedClaim(remark="no speed-up of its own could be read"),
     ),
     PlannerSpec(
         "hybrid-dp",
-        "planners.published.context_parallel:plan_hybrid_dp",
+        "planners.published.rivals:plan_hybrid_dp",
         rival=True,
         claim=PublishedClaim(remark="published up to 7.89x on 1,024 GPUs of an unnamed kind"),
     ),
     PlannerSpec(
         "megatron",
-        "planners.published.megatron:plan_megatron",
+        "planners.published.rivals:plan_megatron",
         rival=True,
         claim=PublishedClaim(remark="published 1.21x to 1.50x over static packing, on an unnamed model and cluster"),
     ),
@@ -186,12 +166,9 @@ def requested_stages(names: Sequence[str]) -> int:
 
 
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
-    """Plan one batch with the planner of that name; the plan is validated.
+    """Plan one batch, int64[n] tokens, with the planner of that name and its options; the plan is validated.
 
-    Args:
-        lengths: int64[n] tokens.
-        seed: start of the pseudo-random choices of planners that make any.
-        options: of that planner, see its function.
+    The seed starts the pseudo-random choices of planners that make any.
     """
     spec, given = parse_planner(name)
     if spec.seeded:
@@ -203,13 +180,7 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
 
 @dataclass(frozen=True, slots=True)
 class PlannerChoice:
-    """A planner with its options, as a value that another process can receive.
-
-    Attributes:
-        name: of the planner, see `make_plan`.
-        options: of that planner.
-        seed: of its pseudo-random choices.
-    """
+    """A planner with its options, see `make_plan`, as a value that another process can receive."""
 
     name: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -249,12 +220,8 @@ def plan_batches(
     """Plan every batch with every planner, one after another.
 
     ``static`` keeps one degree for all batches, as a run would; ``auto`` also sees what the others found for a batch.
-
-    Args:
-        progress: called with the planner's name and the batch's index before each planning.
-
-    Returns:
-        one dictionary per batch, from the name as given to its plan.
+    ``progress`` is called with the planner's name and the batch's index before each planning. Returns one dictionary
+    per batch, from the name as given to its plan.
     """
     options: dict[str, dict[str, Any]] = {name: {} for name in names}
     if "static" in options:

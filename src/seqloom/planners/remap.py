@@ -26,29 +26,22 @@ QUARTERS = (4, 2)
 def with_remapping(plan: Plan, cost: CostModel) -> Plan:
     """Give every round that gets faster by it a second layout; returns the same plan if none does.
 
-    Args:
-        plan: made for this cost model; one with several stages stays as it is.
+    A plan with several stages stays as it is.
     """
     staged = any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
     if staged or cost.shard_group_size == 1 or cost.tensor > 1 or cost.engine.links is None:
         return plan  # nothing can move, or nothing says what that costs
-    changed = False
     pipelines = []
     for pipeline in plan.pipelines:
-        rounds = []
-        for current in pipeline.rounds:
-            work = _faster(current.by_stage[0], MemoryPolicy(current.by_stage[0].checkpoint, plan.reduce), plan, cost)
-            changed |= work is not current.by_stage[0]
-            rounds.append(Round((work,)))
+        rounds = [Round((_faster(current.by_stage[0], plan, cost),)) for current in pipeline.rounds]
         pipelines.append(replace(pipeline, rounds=tuple(rounds)))
-    if not changed:
-        return plan
     remapped = replace(plan, pipelines=tuple(pipelines))
-    return remapped if cost.plan_ns(remapped) < cost.plan_ns(plan) else plan
+    return plan if remapped == plan or cost.plan_ns(remapped) >= cost.plan_ns(plan) else remapped
 
 
-def _faster(work: StageMicroBatch, policy: MemoryPolicy, plan: Plan, cost: CostModel) -> StageMicroBatch:
+def _faster(work: StageMicroBatch, plan: Plan, cost: CostModel) -> StageMicroBatch:
     """The work with the best second layout, or as it is."""
+    policy = MemoryPolicy(work.checkpoint, plan.reduce)
     best, times = work, round_times(cost, work, policy)
     busy = times.rank_ns[times.rank_ns > 0]
     shortest = int(times.busy_ns.max())

@@ -17,7 +17,7 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.packing import best_fit_decreasing
-from seqloom.planners.problem import BatchProblem, GroupPlacement, PlacedRounds, StepPricer, fitting_problems
+from seqloom.planners.problem import BatchProblem, GroupPlacement, PlacedRounds, fitting_problems
 
 
 class UniformAnswer(NamedTuple):
@@ -28,42 +28,34 @@ class UniformAnswer(NamedTuple):
     problem: BatchProblem
     rounds: PlacedRounds
 
+    def plan(self, planner: str) -> Plan:
+        """Build the plan."""
+        return self.problem.plan(self.rounds, planner)
+
 
 def plan_static(lengths: np.ndarray, cost: CostModel, *, degree: int | None = None, longest: int | None = None) -> Plan:
-    """Plan a batch with groups of one degree.
+    """Plan a batch, int64[n] tokens, with groups of one degree.
 
     Args:
-        lengths: int64[n] tokens.
-        cost: prices the batch.
         degree: ranks per group; None takes the fastest for this batch among those that hold ``longest``.
             To fix one for a whole run, ask ``fastest_static_degree``.
         longest: tokens of the longest sequence the run may see; by default the cost model's ``max_length`` as
             far as the cluster holds it, else the batch's longest.
     """
     problems = fitting_problems(lengths, cost)
-    if degree is None:
-        degrees = holding_degrees(problems, longest_of_run(cost) if longest is None else longest)
-    else:
-        legal, degrees = holding_degrees(problems, 1), [degree]
-        if degree not in legal:
-            raise SeqloomError(
-                f"degree {degree}: no such groups here, or they do not hold this batch; choose one of "
-                f"{', '.join(map(str, legal))}"
-            )
-    best = _fastest(uniform_answers(problems, degrees))
-    return best.problem.plan(best.rounds, "static")
+    legal = holding_degrees(problems, (longest or longest_of_run(cost)) if degree is None else 1)
+    if degree is not None and degree not in legal:
+        raise SeqloomError(
+            f"degree {degree}: no such groups here, or they do not hold this batch; choose one of "
+            f"{', '.join(map(str, legal))}"
+        )
+    return _fastest(uniform_answers(problems, legal if degree is None else [degree])).plan("static")
 
 
 def plan_adaptive(lengths: np.ndarray, cost: CostModel) -> Plan:
-    """Plan a batch with groups of the fastest degree that holds it.
-
-    Args:
-        lengths: int64[n] tokens.
-        cost: prices the batch.
-    """
+    """Plan a batch, int64[n] tokens, with groups of the fastest degree that holds it."""
     problems = fitting_problems(lengths, cost)
-    best = _fastest(uniform_answers(problems, holding_degrees(problems, 1)))
-    return best.problem.plan(best.rounds, "adaptive")
+    return _fastest(uniform_answers(problems, holding_degrees(problems, 1))).plan("adaptive")
 
 
 def adaptive_and_static(lengths: np.ndarray, cost: CostModel) -> list[Plan]:
@@ -71,21 +63,16 @@ def adaptive_and_static(lengths: np.ndarray, cost: CostModel) -> list[Plan]:
     problems = fitting_problems(lengths, cost)
     answers = uniform_answers(problems, holding_degrees(problems, 1))
     run_degrees = holding_degrees(problems, longest_of_run(cost))
-    of_run = [answer for answer in answers if answer.degree in run_degrees]
-    adaptive, static = _fastest(answers), _fastest(of_run)
-    plans = [adaptive.problem.plan(adaptive.rounds, "adaptive")]
-    return plans if static is adaptive else [*plans, static.problem.plan(static.rounds, "static")]
+    adaptive, static = _fastest(answers), _fastest([answer for answer in answers if answer.degree in run_degrees])
+    return [adaptive.plan("adaptive"), *([] if static is adaptive else [static.plan("static")])]
 
 
 def fastest_static_degree(batches: Iterable[np.ndarray], cost: CostModel, longest: int | None = None) -> int:
     """The degree that takes least time over these batches, of those that hold them and ``longest`` tokens.
 
-    Args:
-        batches: int64[n] tokens each.
-        cost: prices the batches.
-        longest: tokens of the longest sequence the run may see; by default as in ``plan_static``.
+    Without ``longest``, the longest sequence the run may see is that of ``plan_static``.
     """
-    longest = longest_of_run(cost) if longest is None else longest
+    longest = longest or longest_of_run(cost)
     total: dict[int, int] = {}
     for lengths in batches:
         problems = fitting_problems(lengths, cost)
@@ -103,8 +90,7 @@ def uniform_answers(problems: Sequence[BatchProblem], degrees: Sequence[int]) ->
     """Pack and price every degree under every policy that holds the batch in it, each in its best shape."""
     answers = []
     for problem in problems:
-        tables, pricer = problem.tables, StepPricer(problem)
-        longest = int(tables.tokens.max())
+        tables, longest = problem.tables, int(problem.tables.tokens.max())
         for degree in degrees:
             if longest > degree * tables.capacity:
                 continue
@@ -112,7 +98,7 @@ def uniform_answers(problems: Sequence[BatchProblem], degrees: Sequence[int]) ->
             candidates = []
             for shape in np.flatnonzero(tables.degree == degree).tolist():
                 rounds = rounds_in_order(problem, bins, shape)
-                candidates.append(UniformAnswer(pricer.step_ns(rounds), degree, problem, rounds))
+                candidates.append(UniformAnswer(problem.step_ns(rounds), degree, problem, rounds))
             answers.append(min(candidates, key=lambda answer: answer.ns))
     return answers
 

@@ -7,11 +7,12 @@ from seqloom.describe import sample
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.flex import (
     FlexSearch,
-    changes,
+    changed,
     default_evaluations,
     plan_flex,
     reordered,
     replaced,
+    shifts,
     start_searches,
     tiles,
     virtual_shard_groups,
@@ -85,15 +86,16 @@ def test_changes_differ_in_one_respect():
     from itertools import islice
     from random import Random
 
-    for change in islice(changes(3, Random(1)), 200):
-        other = change(search.params, np.array([2, 0, 5]))
-        changed = [
+    random = Random(1)
+    for shift in islice(shifts(3), 200):
+        other = changed(search.params, np.array([2, 0, 5]), shift, random)
+        differs = [
             not np.array_equal(getattr(other, name), getattr(search.params, name))
             for name in ("limit_index", "extra_degrees")
         ]
-        changed.append(other.order.tolist() != search.params.order.tolist())
-        assert sum(changed) <= 1 and sorted(other.order.tolist()) == list(range(len(LENGTHS)))
-        assert other.descending or changed[2] or other.order.tolist() == search.params.order.tolist()
+        differs.append(other.order.tolist() != search.params.order.tolist())
+        assert sum(differs) <= 1 and sorted(other.order.tolist()) == list(range(len(LENGTHS)))
+        assert other.descending or differs[2] or other.order.tolist() == search.params.order.tolist()
 
 
 def test_small_changes_leave_the_original_alone():

@@ -11,7 +11,7 @@ from seqloom.planners import loops
 from seqloom.planners.compiled import kernels
 from seqloom.planners.flex import LIMIT_GROWTH, FlexSearch, placed_rounds, virtual_shard_groups, work_bound
 from seqloom.planners.loops import MAX_LIMITS, NEVER
-from seqloom.planners.problem import BatchProblem, StepPricer
+from seqloom.planners.problem import BatchProblem
 from support.strategies import batches, cost_models
 
 
@@ -198,7 +198,7 @@ def test_groups_with_ranks_make_a_valid_plan_of_that_time(drawn):
     plan = problem.plan(rounds, "test")
     plan.validate()
     ends = problem.cost.plan_ns(plan)
-    assert ends == StepPricer(problem).step_ns(rounds)
+    assert ends == problem.step_ns(rounds)
     overhead = problem.cost.step_overhead_ns(problem.policy)
     # a round may keep more activations than it was decoded with, which only makes it shorter
     assert ends == step + overhead if len(problem.cost.policies) == 1 else ends <= step + overhead

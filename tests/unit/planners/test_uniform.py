@@ -7,7 +7,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, sample
 from seqloom.errors import SeqloomError
 from seqloom.planners.packing import best_fit_decreasing
-from seqloom.planners.problem import StepPricer, fitting_problems
+from seqloom.planners.problem import fitting_problems
 from seqloom.planners.uniform import fastest_static_degree, plan_adaptive, plan_static, rounds_in_order, uniform_answers
 from seqloom.simulate.memory import peak_memory
 
@@ -30,19 +30,19 @@ def test_price_of_rounds_is_the_plan_s(sharding, budget):
     for answer in uniform_answers([problem], problem.tables.degree.tolist()):
         plan = problem.plan(answer.rounds, "test")
         plan.validate()
-        assert answer.ns == StepPricer(problem).step_ns(answer.rounds) == cost.plan_ns(plan)
+        assert answer.ns == problem.step_ns(answer.rounds) == cost.plan_ns(plan)
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid"])
 def test_price_follows_the_checkpoint_that_each_round_gets(sharding):
     cost = CostModel(Cluster.parse("2x4xH100"), ModelSpec.load("llama3-8b"), None, sharding)
     roomy = max(fitting_problems(LENGTHS, cost), key=lambda problem: problem.tables.capacity)
-    pricer, upgraded = StepPricer(roomy), set()
+    upgraded = set()
     for shape in range(len(roomy.tables.shapes)):
         rounds = rounds_in_order(roomy, best_fit_decreasing(roomy.tables.tokens, int(roomy.tables.tokens.max())), shape)
         if int(roomy.tables.tokens.max()) <= roomy.tables.degree[shape] * roomy.tables.capacity:
             plan = roomy.plan(rounds, "test")
-            assert pricer.step_ns(rounds) == cost.plan_ns(plan)
+            assert roomy.step_ns(rounds) == cost.plan_ns(plan)
             upgraded |= {current.by_stage[0].checkpoint for current in plan.pipelines[0].rounds}
     assert upgraded - {roomy.policy.checkpoint}
 

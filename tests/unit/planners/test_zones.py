@@ -36,7 +36,7 @@ def test_near_the_best_of_all_placements():
 def test_its_clock_is_the_cost_models():
     lengths = sample("commoncrawl", 96, seed=3, max_length=200_000)
     for policy in NODES.policies[:2]:
-        prices = ZonePrices.of(SingleRankPrices.of(lengths, NODES, policy))
+        prices = ZonePrices.of(SingleRankPrices(lengths, NODES, policy))
         answer = fill_rounds(prices, split_lpt(prices, 1), 3)
         plan = plan_of(prices, answer.rounds, lengths)
         for loads, current in zip(answer.rounds, plan.pipelines[0].rounds, strict=True):
@@ -97,7 +97,7 @@ def test_full_memory_makes_more_rounds():
 @pytest.mark.parametrize("split", [split_lpt, split_sorted])
 def test_rounds_share_the_batch(split):
     lengths = sample("prolong", 300, seed=4, max_length=60_000)
-    prices = ZonePrices.of(SingleRankPrices.of(lengths, NODES, NODES.policies[0]))
+    prices = ZonePrices.of(SingleRankPrices(lengths, NODES, NODES.policies[0]))
     rows = split(prices, 3)
     assert sorted(k for row in rows for k in row) == list(range(300))
     tokens = [prices.tokens[row].sum() for row in rows]
@@ -112,7 +112,7 @@ def test_rounds_share_the_batch(split):
 
 def test_more_fillings_are_not_worse_for_a_round():
     lengths = sample("prolong", 48, seed=5, max_length=60_000)
-    prices = ZonePrices.of(SingleRankPrices.of(lengths, NODES, NODES.policies[0]))
+    prices = ZonePrices.of(SingleRankPrices(lengths, NODES, NODES.policies[0]))
     times = [fill_rounds(prices, split_lpt(prices, 1), fillings).ns for fillings in (1, 4, 24)]
     assert times == sorted(times, reverse=True)
 

@@ -43,25 +43,16 @@ class DegreePrices:
     """
 
     policy: MemoryPolicy
-    degree: np.ndarray
-    """float64[D]"""
-    cost: np.ndarray
-    """float64[L, D, n]: what the document adds to each of its ranks."""
-    group_fixed: np.ndarray
-    """float64[L, D]: what its group adds to each of its ranks before any document."""
-    round_fixed: np.ndarray
-    """float64[L]: what a round costs a rank before any group."""
-    movable: np.ndarray
-    """float64[D, n]: of streams 0 and 1, what other ranks of the shard group may take over."""
-    solo_ns: np.ndarray
-    """float64[D, n]: least time of a round with this document; NEVER where memory does not hold it."""
-    linear: float
-    """Least time of a token outside attention, on the rank that has it in the linear layout."""
-    tokens: np.ndarray
-    """float64[n]"""
+    degree: np.ndarray  # float64[D]
+    cost: np.ndarray  # float64[L, D, n]: what the document adds to each of its ranks
+    group_fixed: np.ndarray  # float64[L, D]: what its group adds to each of its ranks before any document
+    round_fixed: np.ndarray  # float64[L]: what a round costs a rank before any group
+    movable: np.ndarray  # float64[D, n]: of streams 0 and 1, what other ranks of the shard group may take over
+    solo_ns: np.ndarray  # float64[D, n]: least time of a round with this document; NEVER where memory does not hold it
+    linear: float  # Least time of a token outside attention, on the rank that has it in the linear layout
+    tokens: np.ndarray  # float64[n]
     capacity: float
-    overlaps: bool
-    """Whether some shape hides ring messages behind attention."""
+    overlaps: bool  # Whether some shape hides ring messages behind attention
 
 
 class ShapeRates(NamedTuple):
@@ -93,7 +84,10 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
                 streams[1] = linear * tokens  # its attention may be what a ring hides behind
             streams = np.maximum(streams - ROUNDED, 0.0)
             group_fixed = np.maximum(fixed_ns - round_fixed - ROUNDED, 0.0)
-            solo_ns = _solo_ns(streams, group_fixed, round_fixed, movable, degree, cost)
+            own = streams + (group_fixed + round_fixed)[:, None]
+            stays = np.maximum(np.maximum(own[0], own[1]) - movable, own[2])
+            reached = min(degree * cost.shard_group_size, cost.ranks)  # what moves can only go over these ranks
+            solo_ns = np.maximum(stays, round_fixed[0] + (streams[0] + group_fixed[0]) * degree / reached)
             solo_ns[tokens > degree * capacity] = float(NEVER)
             found = [streams, group_fixed, solo_ns]
             best = [np.minimum(a, b) for a, b in zip(best, found, strict=True)] if best else found
@@ -112,24 +106,6 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
         capacity=float(capacity),
         overlaps=any(rate.shape.overlaps_kv for rate in rates),
     )
-
-
-def _solo_ns(
-    streams: np.ndarray,
-    group_fixed: np.ndarray,
-    round_fixed: np.ndarray,
-    movable: np.ndarray,
-    degree: int,
-    cost: CostModel,
-) -> np.ndarray:
-    """float64[n]: least time of a round with each document, at this degree.
-
-    What may leave its ranks can only be spread over their shard groups.
-    """
-    own = streams + (group_fixed + round_fixed)[:, None]
-    stays = np.maximum(np.maximum(own[0], own[1]) - movable, own[2])
-    reached = min(degree * cost.shard_group_size, cost.ranks)
-    return np.maximum(stays, round_fixed[0] + (streams[0] + group_fixed[0]) * degree / reached)
 
 
 @lru_cache(maxsize=32)

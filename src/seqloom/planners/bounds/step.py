@@ -1,17 +1,26 @@
 """Bounds of a step: of plans with one stage, and of plans on given stages.
 
-With one stage, the best of four arguments, each of which holds for every plan:
+Three facts hold for every plan of one stage:
+
+*Work.* A document at degree ``d`` keeps ``d`` ranks busy for its cost, at a degree that holds it and finishes in time.
+All ranks together have ``ranks x step`` rank-nanoseconds. Other ranks may take over the linear part of it, but some
+rank has to do it.
+
+*Rounds.* A round costs a rank something before its first document and holds only so many tokens, so every document also
+pays for the part of a rank's memory that it fills. Dual feasible functions round these parts up so that parts that sum
+to at most one still do: two documents that each fill more than half of a rank cannot share it.
+
+*Lock step.* Where all ranks run all rounds together (full sharding), the longest round is at least as long as its
+longest document, and holds only one round's worth of tokens; what it cannot hold takes further rounds. A long round is
+cheap for long documents and idle for the rest, and the bound is the best compromise.
+
+The bound is the best of four arguments. Each says whether a step of a given length is impossible; `first_feasible`
+bisects for the shortest that is not.
 
     throughput    all tokens and all work pass through the ranks in whole rounds
     timeline      documents fit side by side, and one after another, on the ranks' timelines
     lock step     all ranks run all rounds together: long rounds against slow links (full sharding)
     mixture       every round has one checkpoint policy: fast ones hold less (full sharding)
-
-Each argument says whether a step of a given length is impossible; `first_feasible` bisects for the shortest that is
-not.
-
-Dual feasible functions sharpen them: such a function rounds parts that sum to at most one so that they still do. Two
-documents that each fill more than half of a group cannot share it, so each may count as a whole group.
 """
 
 from __future__ import annotations
@@ -96,22 +105,14 @@ def first_feasible(impossible: Callable[[float], bool], low: float) -> float:
 class DocumentOptions:
     """Documents with the same options: ``O`` options, ``m`` documents, one stream. ns."""
 
-    degree: np.ndarray
-    """float64[O, 1]"""
-    round_fixed: np.ndarray
-    """float64[O, 1]: what a round costs a rank before any group."""
-    group_fixed: np.ndarray
-    """float64[O, 1]: what the group costs each of its ranks before any document."""
-    cost: np.ndarray
-    """float64[O, m]: what the document adds to each of its ranks."""
-    movable: np.ndarray
-    """float64[O, m]: of that, what other ranks may take over."""
-    solo_ns: np.ndarray
-    """float64[O, m]: least time of a round with this document; NEVER where memory does not hold it."""
-    memory_share: np.ndarray
-    """float64[O, m]: part of a rank's memory that the document fills, on each of its ranks."""
-    tokens: np.ndarray
-    """float64[m]"""
+    degree: np.ndarray  # float64[O, 1]
+    round_fixed: np.ndarray  # float64[O, 1]: what a round costs a rank before any group
+    group_fixed: np.ndarray  # float64[O, 1]: what the group costs each of its ranks before any document
+    cost: np.ndarray  # float64[O, m]: what the document adds to each of its ranks
+    movable: np.ndarray  # float64[O, m]: of that, what other ranks may take over
+    solo_ns: np.ndarray  # float64[O, m]: least time of a round with this document; NEVER where memory does not hold it
+    memory_share: np.ndarray  # float64[O, m]: part of a rank's memory that the document fills, on each of its ranks
+    tokens: np.ndarray  # float64[m]
 
     @cached_property
     def work(self) -> np.ndarray:
@@ -128,16 +129,10 @@ class DocumentOptions:
 
     def select(self, options: np.ndarray, documents: np.ndarray) -> DocumentOptions:
         """Some options (bool[O]) of some documents (bool[m])."""
-        return DocumentOptions(
-            degree=self.degree[options],
-            round_fixed=self.round_fixed[options],
-            group_fixed=self.group_fixed[options],
-            cost=self.cost[options][:, documents],
-            movable=self.movable[options][:, documents],
-            solo_ns=self.solo_ns[options][:, documents],
-            memory_share=self.memory_share[options][:, documents],
-            tokens=self.tokens[documents],
-        )
+        by_option = (self.degree, self.round_fixed, self.group_fixed)
+        by_both = (self.cost, self.movable, self.solo_ns, self.memory_share)
+        selected = [each[options] for each in by_option] + [each[options][:, documents] for each in by_both]
+        return DocumentOptions(*selected, tokens=self.tokens[documents])
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,15 +140,11 @@ class BatchOptions:
     """The options of all documents of a batch, in one stream. ns."""
 
     blocks: tuple[DocumentOptions, ...]
-    round_fixed: float
-    """Least that a round costs a rank."""
-    token_ns: float
-    """Least that a token costs the rank that computes its linear part."""
-    capacity: float
-    """Tokens a rank holds in one round, in the policy that holds most."""
+    round_fixed: float  # Least that a round costs a rank
+    token_ns: float  # Least that a token costs the rank that computes its linear part
+    capacity: float  # Tokens a rank holds in one round, in the policy that holds most
     ranks: int
-    longest_ns: float
-    """Time of the most demanding document at its fastest: no step is shorter."""
+    longest_ns: float  # Time of the most demanding document at its fastest: no step is shorter
 
     @classmethod
     def of(cls, prices: Sequence[DegreePrices], ranks: int, stream: int) -> BatchOptions:
@@ -223,8 +214,7 @@ class Rounding:
     """A dual feasible function of parts in [0, 1]."""
 
     function: Callable[[np.ndarray], np.ndarray]
-    one_above: float
-    """Parts above this count as one; the function is nowhere above ``part / one_above``."""
+    one_above: float  # Parts above this count as one; the function is nowhere above ``part / one_above``
 
     def __call__(self, share: np.ndarray) -> np.ndarray:
         """Parts after rounding."""
@@ -280,9 +270,6 @@ def best_rounding(options: BatchOptions, step: float) -> Rounding:
     return max(ROUNDINGS, key=total)
 
 
-# Throughput.
-
-
 def throughput_bound(options: BatchOptions, start: float) -> float:
     """The shortest step in which the ranks get through all tokens and all work in whole rounds.
 
@@ -307,9 +294,6 @@ def throughput_bound(options: BatchOptions, start: float) -> float:
         return bool((prices * tokens + work > most * (1 + PRECISION)).any())
 
     return first_feasible(impossible, max(start, options.longest_ns))
-
-
-# Timelines.
 
 
 def timeline_bound(options: BatchOptions, start: float) -> float:
@@ -431,17 +415,12 @@ def _long_round(options: BatchOptions, until: float, longest: float) -> float:
     memory; the other rounds do the rest.
     """
     work = options.least_work(until)
-    densest = _densest_work(work, options.tokens, options.ranks * options.capacity)
+    order = np.argsort(-work / options.tokens, kind="stable")  # fractional knapsack: the last document in part
+    tokens = options.tokens[order]
+    part = np.clip(1 - (np.cumsum(tokens) - options.ranks * options.capacity) / tokens, 0.0, 1.0)
+    densest = float((part * work[order]).sum())
     rest = work.sum() - min(options.ranks * longest, densest)
     return longest + max(0.0, float(rest)) / options.ranks
-
-
-def _densest_work(work: np.ndarray, tokens: np.ndarray, capacity: float) -> float:
-    """The most work that so many tokens can carry (fractional knapsack: the last document in part)."""
-    order = np.argsort(-work / tokens, kind="stable")
-    filled = np.cumsum(tokens[order])
-    part = np.clip(1 - (filled - capacity) / tokens[order], 0.0, 1.0)
-    return float((part * work[order]).sum())
 
 
 def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rounds: int) -> float:
@@ -537,12 +516,9 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
 class ShapePrices(NamedTuple):
     """Documents through the whole model without recomputation: ``S`` shapes, ``n`` documents. ns."""
 
-    degree: np.ndarray
-    """int64[S]"""
-    layers: np.ndarray
-    """float64[S, n]"""
-    head: np.ndarray
-    """float64[S, n]"""
+    degree: np.ndarray  # int64[S]
+    layers: np.ndarray  # float64[S, n]
+    head: np.ndarray  # float64[S, n]
 
     def least(self, share: float, head: bool, ranks: int) -> tuple[np.ndarray, np.ndarray]:
         """(float64[n] rank-ns, float64[n] ns): least work and time on so many ranks of this share of the layers."""

@@ -40,19 +40,12 @@ FAR_PERCENT = 105
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Documents of one step by pipeline and micro-batch, and their estimated times.
+    """Documents of one step by pipeline and micro-batch, and their estimated times."""
 
-    Attributes:
-        strategy: its index in the list to choose from.
-        batches: for every pipeline its micro-batches in running order, each a tuple of documents; () if it is empty.
-        pipelines_ns: ns of every pipeline.
-        switch_ns: ns to reshard the parameters for this strategy.
-    """
-
-    strategy: int
-    batches: tuple[tuple[tuple[int, ...], ...], ...]
-    pipelines_ns: tuple[int, ...]
-    switch_ns: int = 0
+    strategy: int  # its index in the list to choose from
+    batches: tuple[tuple[tuple[int, ...], ...], ...]  # documents of every pipeline's micro-batches, in running order
+    pipelines_ns: tuple[int, ...]  # ns of every pipeline
+    switch_ns: int = 0  # ns to reshard the parameters for this strategy
 
     @property
     def ns(self) -> int:
@@ -75,15 +68,8 @@ def rank_strategies(
 ) -> list[Assignment]:
     """Assign a batch under every strategy that holds its longest document; return the `most` best, best first.
 
-    Strategies whose lower bound is above the `most`-th best time are skipped.
-
-    Args:
-        lengths: int64[n] tokens.
-        strategies: candidates; of equals, the first is better.
-        costs: of every config in them.
-        switch_ns: ns to switch to each strategy; None: 0.
-        most: assignments to return; None: of all strategies.
-        charge_largest: whether every micro-batch costs as much as the largest of its pipeline.
+    Strategies whose lower bound is above the `most`-th best time are skipped; of equals, the first is better.
+    `switch_ns` is to switch to each strategy.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     switch = [0] * len(strategies) if switch_ns is None else list(switch_ns)
@@ -152,14 +138,9 @@ def lower_bound(problem: DispatchProblem) -> int:
 def assign(
     problem: DispatchProblem, order: np.ndarray, index: int = 0, switch_ns: int = 0, beat: int | None = None
 ) -> Assignment:
-    """Dispatch and pack one strategy.
+    """Dispatch and pack one strategy, of this index; see `dispatch` for `beat`, which is without the switch.
 
-    Args:
-        problem: documents, longest first, on the strategy's pipelines.
-        order: int64[n] the number in the batch of every document of the problem.
-        index: the strategy's, for the result.
-        switch_ns: ns to switch to the strategy.
-        beat: time to beat, without the switch; see `dispatch`.
+    `order` has the number in the batch of every document of the problem.
     """
     place = dispatch(problem, beat)
     assert place is not None
@@ -180,14 +161,10 @@ def assign(
 class Dispatched(NamedTuple):
     """A dispatch under limits on the length of every pipeline's documents."""
 
-    ns: int
-    """Of the slowest pipeline."""
-    place: np.ndarray
-    """int64[n] the pipeline of every document."""
-    max_length: np.ndarray
-    """int64[pipelines] tokens."""
-    pipelines_ns: np.ndarray
-    """int64[pipelines] ns."""
+    ns: int  # Of the slowest pipeline
+    place: np.ndarray  # int64[n] the pipeline of every document
+    max_length: np.ndarray  # int64[pipelines] tokens
+    pipelines_ns: np.ndarray  # int64[pipelines] ns
 
 
 def dispatch(problem: DispatchProblem, beat: int | None = None) -> np.ndarray | None:

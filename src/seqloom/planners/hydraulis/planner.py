@@ -58,10 +58,8 @@ def propose_strategies(
 
     Args:
         lengths: int64[n] tokens of the data's documents; the first strategy holds the longest.
-        cost: prices the model on the cluster.
         tokens_per_step: of one optimiser step; None: the lengths are one step.
         most: strategies to return.
-        seed: of the sample steps.
     """
     require_free(cost)
     array = Batch.of(lengths).lengths
@@ -76,13 +74,10 @@ def plan_strategies(
     strategies: Sequence[Strategy | Mapping[str, Any]] | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Plan a batch with the best of several strategies; sharding must be free.
+    """Plan a batch, int64[n] tokens, with the best of several strategies; sharding must be free.
 
-    Args:
-        lengths: int64[n] tokens.
-        cost: prices of the cluster.
-        strategies: candidates, as values or as `Strategy.as_dict`; None proposes some for this batch.
-        seed: of the pseudo-random choices of ``flex`` inside a pipeline.
+    Candidates are values or `Strategy.as_dict`; None proposes some for this batch. The seed is for ``flex`` inside a
+    pipeline.
     """
     require_free(cost)
     array = Batch.of(lengths).lengths
@@ -139,8 +134,7 @@ class Block(NamedTuple):
     start: int
     ranks: int
     config: ParallelConfig
-    pipelines: tuple[int, ...]
-    """Indices in the strategy."""
+    pipelines: tuple[int, ...]  # Indices in the strategy
 
     @property
     def plan_key(self) -> Hashable:
@@ -177,8 +171,7 @@ class BlockPlan(NamedTuple):
     """The plan of a block's documents; ranks and documents are numbered from 0."""
 
     block: Block
-    documents: list[int]
-    """Numbers of the plan's documents in the batch."""
+    documents: list[int]  # Numbers of the plan's documents in the batch
     plan: Plan
     ns: int
 
@@ -288,11 +281,7 @@ def plan_resharding_pipeline(
 
         0UNSHARD0 0F0 0RESHARD0   0UNSHARD0 0B0 0RESHARD0   0UNSHARD1 0F1 0RESHARD1 ..
 
-    Args:
-        lengths: int64[n] tokens.
-        batches: documents of every micro-batch, in running order.
-        cost: of the pipeline's ranks.
-        config: of the pipeline.
+    ``batches`` has the documents of every micro-batch, in running order; ``cost`` is that of the pipeline's ranks.
     """
     width = config.ranks_per_stage
     held = token_capacity(cost, config.stages, config.reshard_after_forward)
@@ -332,10 +321,8 @@ def plan_resharding_pipeline(
 def _planned(inside: CostModel, stages: int, lengths: tuple[int, ...], seed: int, quick: bool) -> tuple[Plan, int]:
     """(plan, ns) of a block; cached, because strategies share blocks and often give them the same documents."""
     array = np.array(lengths, dtype=np.int64)
-    if stages > 1:
-        plan = plan_pipeline(array, inside, stages=stages)
-    else:
-        plan = plan_flex(array, inside, seed=seed, quick=quick)
+    staged = stages > 1
+    plan = plan_pipeline(array, inside, stages=stages) if staged else plan_flex(array, inside, seed=seed, quick=quick)
     return plan, predicted_ns(plan, inside)
 
 
@@ -371,11 +358,6 @@ def redispatch(lengths: np.ndarray, strategy: Strategy, costs: ConfigCosts, plan
     planned_ns = {index: part.ns for part in plan.blocks for index in part.block.pipelines}
     expected = plan.assignment.pipelines_ns
     scale = np.array([planned_ns.get(j, ns) / ns if ns else 1.0 for j, ns in enumerate(expected)])
-    return assign(
-        problem._replace(
-            cost=np.rint(problem.cost * scale[:, None]).astype(np.int64),
-            fixed=np.rint(problem.fixed * scale).astype(np.int64),
-        ),
-        order,
-        plan.assignment.strategy,
-    )
+    scaled = np.rint(problem.cost * scale[:, None]), np.rint(problem.fixed * scale)
+    cost, fixed = (each.astype(np.int64) for each in scaled)
+    return assign(problem._replace(cost=cost, fixed=fixed), order, plan.assignment.strategy)

@@ -55,16 +55,9 @@ def propose(
     most: int = MAX_STRATEGIES,
     seed: int = 0,
 ) -> tuple[Strategy, ...]:
-    """Propose strategies that together suit every step of a data set; the first holds the longest document.
+    """Propose at most `most` strategies that together suit every step of a data set; the first holds its longest.
 
-    Args:
-        lengths: int64[n] tokens of the data's documents.
-        costs: of the configs to choose from; those that do not fit the nodes are left out.
-        ranks: of the cluster.
-        node_size: ranks of a node.
-        tokens_per_step: of one optimiser step; None: the lengths are the only step.
-        most: strategies to return.
-        seed: of the sample steps.
+    Configs that do not fit the nodes are left out. Without `tokens_per_step`, the lengths are the only step.
     """
     data = np.asarray(lengths, dtype=np.int64)
     legal = {config: cost for config, cost in costs.items() if fits_nodes(config, ranks, node_size)}
@@ -92,31 +85,20 @@ def propose(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histogram:
-    """Documents of an average step by class of length, rising.
+    """Documents of an average step by class of length, rising."""
 
-    Attributes:
-        edges: int64[classes] the longest document of each class, tokens.
-        count: float64[classes] documents of a step; may be below 1.
-        tokens: float64[classes] their tokens.
-        squares: float64[classes] their squared tokens.
-    """
-
-    edges: np.ndarray
-    count: np.ndarray
-    tokens: np.ndarray
-    squares: np.ndarray
+    edges: np.ndarray  # int64[classes] the longest document of each class, tokens
+    count: np.ndarray  # float64[classes] documents of a step; may be below 1
+    tokens: np.ndarray  # float64[classes] their tokens
+    squares: np.ndarray  # float64[classes] their squared tokens
 
     @classmethod
     def of(
         cls, lengths: np.ndarray, tokens_per_step: int | None = None, ends: Iterable[int] = (), classes: int = CLASSES
     ) -> Histogram:
-        """Sort documents into classes of about equal tokens.
+        """Sort documents into so many classes of about equal tokens, beside those that must end at `ends`.
 
-        Args:
-            lengths: int64[n] tokens of the data's documents.
-            tokens_per_step: of one optimiser step; None: the lengths are one step.
-            ends: lengths at which a class must end, tokens.
-            classes: to make, beside those.
+        Without `tokens_per_step`, the lengths are one step.
         """
         rising = np.sort(np.asarray(lengths, dtype=np.int64))
         upto = np.cumsum(rising)

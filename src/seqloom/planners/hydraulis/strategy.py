@@ -56,20 +56,13 @@ _DEGREES = ParallelConfig._fields[:4]
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    """One pipeline of a strategy.
+    """One pipeline of a strategy."""
 
-    Attributes:
-        parallel: its degrees.
-        ranks: in order, stage by stage.
-        max_tokens: of the longest document, and of a micro-batch.
-    """
-
-    parallel: ParallelConfig
-    ranks: tuple[int, ...]
-    max_tokens: int
+    parallel: ParallelConfig  # its degrees
+    ranks: tuple[int, ...]  # in order, stage by stage
+    max_tokens: int  # of the longest document, and of a micro-batch
 
     def __post_init__(self) -> None:
-        """Refuse degrees below 1, ranks that do not match the degrees, and space for no token."""
         parallel = self.parallel
         if min(parallel[:4]) < 1:
             degrees = ", ".join(f"{name} {value}" for name, value in zip(_DEGREES, parallel, strict=False))
@@ -112,7 +105,6 @@ class Strategy:
     pipelines: tuple[PipelineConfig, ...]
 
     def __post_init__(self) -> None:
-        """Refuse an empty strategy and a rank in two pipelines."""
         if not self.pipelines:
             raise SeqloomError("a strategy without pipelines; give at least one")
         twice = [rank for rank, times in Counter(self.ranks).items() if times > 1]
@@ -170,27 +162,17 @@ class ConfigCost:
 
     Proposal and dispatch use nothing else. The numbers are published or fitted to a cost model; the cost model prices
     the final plan in full.
-
-    Attributes:
-        square: a, ns per token squared of a document.
-        linear: b, ns per token.
-        fixed: c, ns of a micro-batch before any document.
-        max_tokens: that a micro-batch may hold, and so of the longest document.
     """
 
-    square: float
-    linear: float
-    fixed: int
-    max_tokens: int
+    square: float  # a, ns per token squared of a document
+    linear: float  # b, ns per token
+    fixed: int  # c, ns of a micro-batch before any document
+    max_tokens: int  # that a micro-batch may hold, and so of the longest document
 
     def documents_ns(self, lengths: np.ndarray) -> np.ndarray:
         """int64[n] ns that documents of int64[n] tokens add to a micro-batch on a stage."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return np.rint(self.square * (tokens * tokens) + self.linear * tokens).astype(np.int64)
-
-    def micro_batch_ns(self, lengths: np.ndarray) -> int:
-        """ns of one micro-batch of these documents on a stage, forward and backward."""
-        return self.fixed + int(self.documents_ns(lengths).sum())
 
 
 ConfigCosts = Mapping[ParallelConfig, ConfigCost]

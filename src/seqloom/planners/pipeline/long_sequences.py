@@ -46,8 +46,7 @@ class StageGroup(NamedTuple):
     """A group of a micro-batch, on the same ranks of every stage."""
 
     shape: GroupShape
-    offset: int
-    """First rank, relative to the stage."""
+    offset: int  # First rank, relative to the stage
     spans: tuple[Span, ...]
 
 
@@ -62,26 +61,18 @@ class DocumentCosts:
     """Time of every document of a batch in every group shape S that fits in a stage.
 
     Times are ns of forward and backward of all layers, without the fixed cost of a micro-batch.
-
-    Attributes:
-        lengths: int64[n] tokens.
-        tokens: int64[n] tokens, padding included.
-        offsets: of every shape: first ranks of its groups in a stage.
-        degree: int64[S].
-        streams: int64[streams, S, n] ns that a document adds to every stream of its group.
-        prefix: float64[streams, S] ns that every token before a piece adds.
     """
 
     cost: CostModel
     layout: StageLayout
     policy: MemoryPolicy
-    lengths: np.ndarray
-    tokens: np.ndarray
+    lengths: np.ndarray  # int64[n] tokens
+    tokens: np.ndarray  # int64[n] tokens, padding included
     shapes: tuple[GroupShape, ...]
-    offsets: tuple[tuple[int, ...], ...]
-    degree: np.ndarray
-    streams: np.ndarray
-    prefix: np.ndarray
+    offsets: tuple[tuple[int, ...], ...]  # of every shape: first ranks of its groups in a stage
+    degree: np.ndarray  # int64[S]
+    streams: np.ndarray  # int64[streams, S, n] ns that a document adds to every stream of its group
+    prefix: np.ndarray  # float64[streams, S] ns that every token before a piece adds
 
     @classmethod
     def of(cls, lengths: np.ndarray, cost: CostModel, layout: StageLayout, policy: MemoryPolicy) -> DocumentCosts:
@@ -141,17 +132,13 @@ def _prefix_rates(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> l
 def equal_cuts(
     length: int, pieces: int, cost: Callable[[int], int], *, multiple: int = 1, floor: int = 1
 ) -> tuple[int, ...]:
-    """Cut a document into pieces of equal cost, by bisection in integers: the same borders on every machine.
+    """Borders 0, .., `length` of pieces of equal cost, by bisection in integers: the same on every machine.
 
     Args:
-        length: tokens of the document.
-        pieces: number of pieces; the result has fewer if they would be shorter than `floor`.
+        pieces: their number; the result has fewer if they would be shorter than `floor`.
         cost: of the first x tokens: 0 for none, never falling, in any unit.
         multiple: borders inside the document are rounded to multiples of this; equal borders become one.
         floor: least tokens of a piece, below which kernels lose efficiency; a shorter document stays whole.
-
-    Returns:
-        Borders 0, .., `length`: one more than pieces.
     """
     if not 1 <= pieces <= length:
         raise PlanError(
@@ -204,11 +191,7 @@ def place_long_sequences(
 ) -> list[Chain]:
     """Cut the documents that are too long for one micro-batch, and place them in chains, those with most pieces first.
 
-    Args:
-        costs: of the batch.
-        targets_ns: time of a piece of every such document.
-        degree: of their groups.
-        max_tokens: of a micro-batch on a rank.
+    ``targets_ns`` has the time of a piece of every such document; a micro-batch has ``max_tokens`` on a rank.
     """
     cuts = {}
     for k, target_ns in targets_ns.items():

@@ -13,12 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.layout import Span
-from seqloom.planners.pipeline.long_sequences import (
-    DocumentCosts,
-    StageGroup,
-    StageGroups,
-    place_long_sequences,
-)
+from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroup, StageGroups, place_long_sequences
 from seqloom.schedules import Unit, units_of
 
 SLACK_PERCENT = 105
@@ -31,21 +26,17 @@ NEVER = np.iinfo(np.int64).max
 
 
 class MicroBatchSize(NamedTuple):
-    """Target size of micro-batches."""
+    """Target size of micro-batches.
 
-    degree: int
-    """Degree of groups of sequences in pieces; no group is wider."""
-    target_ns: int
-    """Time of a micro-batch, forward and backward of all layers."""
-    max_tokens: int
-    """Tokens of a micro-batch on a rank, at most."""
-    warmup: int = 0
-    """Small micro-batches of each of `WARMUP_SHARES` that run first, so that the last stage has work sooner."""
-    pack_percent: int = 100
-    """Time of packs, in percent of the target; a document that takes no more stays whole."""
-    later_percent: int = 100
-    """Time of pieces of sequences with less than half the work of the longest, in percent of the target: when they
-    run, the pipeline is full, and other work hides the latency of a longer piece."""
+    When pieces of shorter sequences run, the pipeline is full: other work hides the latency of a longer piece.
+    """
+
+    degree: int  # Degree of groups of sequences in pieces; no group is wider
+    target_ns: int  # Time of a micro-batch, forward and backward of all layers
+    max_tokens: int  # Tokens of a micro-batch on a rank, at most
+    warmup: int = 0  # Small micro-batches of each of `WARMUP_SHARES`, so that the last stage has work sooner
+    pack_percent: int = 100  # Time of packs, in percent of the target; a document that takes no more stays whole
+    later_percent: int = 100  # The same of pieces of sequences with less than half the work of the longest
 
 
 class MicroBatches(NamedTuple):
@@ -53,8 +44,7 @@ class MicroBatches(NamedTuple):
 
     size: MicroBatchSize
     groups: tuple[StageGroups, ...]
-    units: tuple[Unit, ...]
-    """Units of a schedule: a chain of pieces is one sequence."""
+    units: tuple[Unit, ...]  # Units of a schedule: a chain of pieces is one sequence
 
 
 def make_micro_batches(costs: DocumentCosts, size: MicroBatchSize) -> MicroBatches:
@@ -115,13 +105,7 @@ def pack_documents(
 ) -> list[StageGroups]:
     """Pack whole documents into micro-batches with pieces and into new ones, which follow by falling time.
 
-    Args:
-        costs: of the batch.
-        documents: to pack.
-        shape_of: int64[n] shape of every document.
-        in_pieces: groups of the micro-batches with pieces of long sequences.
-        target_ns: time of a micro-batch.
-        max_tokens: of a micro-batch on a rank.
+    ``shape_of`` is int64[n]; ``in_pieces`` has the groups of the micro-batches with pieces of long sequences.
     """
 
     def key(k: int) -> tuple[int, int, int]:
@@ -144,8 +128,6 @@ def pack_documents(
 
 
 class _Packs(NamedTuple):
-    """Partly filled micro-batches."""
-
     load: np.ndarray  # int64[micro-batches, ranks] ns
     held: np.ndarray  # int64[micro-batches, ranks] tokens
     documents: list[dict[tuple[int, int], list[int]]]  # of each: (shape, offset) -> documents

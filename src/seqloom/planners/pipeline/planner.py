@@ -87,11 +87,9 @@ def plan_pipeline(
     schedule: str = "auto",
     layers: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan a batch for a pipeline.
+    """Plan a batch, int64[n] tokens, for a pipeline.
 
     Args:
-        lengths: int64[n] tokens.
-        cost: prices.
         stages: number of pp_ranks, with equally many ranks each; None takes the best of 2, 4 and 8.
         chunks: stages of every pp_rank.
         pieces: of the longest document; None tries several numbers.
@@ -156,19 +154,13 @@ def check_schedule(name: str, pp_size: int, chunks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Micro-batches of a batch in one schedule.
-
-    Attributes:
-        choice: the activation policy of every micro-batch on every stage.
-        makespan_ns: without the optimiser step.
-        memory_share: peak share of the memory for micro-batches, on the fullest pp_rank.
-    """
+    """Micro-batches of a batch in one schedule."""
 
     micro_batches: MicroBatches
     schedule: Schedule
-    choice: Choice
-    makespan_ns: int
-    memory_share: float
+    choice: Choice  # the activation policy of every micro-batch on every stage
+    makespan_ns: int  # without the optimiser step
+    memory_share: float  # peak share of the memory for micro-batches, on the fullest pp_rank
 
 
 class PipelineSearch:
@@ -247,10 +239,9 @@ class PipelineSearch:
     def _document_costs(self, base: int) -> tuple[DocumentCosts, int]:
         """(the batch priced under a policy, capacity of a rank in tokens of a micro-batch)."""
         checkpoint = self.policies[base].checkpoint
-        memory_policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
-        return DocumentCosts.of(self.lengths, self.cost, self.layout, memory_policy), dict(self.limits.capacity)[
-            checkpoint
-        ]
+        policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+        costs = DocumentCosts.of(self.lengths, self.cost, self.layout, policy)
+        return costs, dict(self.limits.capacity)[checkpoint]
 
     def _sizes(self, base: int, in_flight: int = 1) -> Iterator[MicroBatches]:
         """Micro-batches of every size to try, so small that a rank can hold `in_flight` of them at a time.
@@ -453,12 +444,8 @@ class PipelineSearch:
 def _fuse_times(times: Times, fused: np.ndarray) -> Times:
     """Move the weight half into the input half where bool[stages, units] `fused` asks for whole backwards."""
     late = np.where(fused, times.backward_weight, 0)
-    return Times(
-        times.forward,
-        times.backward_input + late,
-        times.backward_weight - late,
-        np.where(fused, 0, times.split_overhead),
-    )
+    halves = times.backward_input + late, times.backward_weight - late
+    return Times(times.forward, *halves, np.where(fused, 0, times.split_overhead))
 
 
 def _fuse_backward(schedule: Schedule, fused: np.ndarray) -> Schedule:

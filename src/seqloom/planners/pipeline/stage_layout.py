@@ -18,19 +18,13 @@ TYPICAL_LENGTH = 8192
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """`pp_size` pp_ranks of `ranks_per_stage` consecutive ranks each, and the stages that they run.
-
-    Attributes:
-        pp_rank_of_stage: in the order of a forward pass.
-        layers: number of layers of every stage.
-        tensor: tensor-parallel degree.
-    """
+    """`pp_size` pp_ranks of `ranks_per_stage` consecutive ranks each, and the stages that they run."""
 
     pp_size: int
     ranks_per_stage: int
-    pp_rank_of_stage: tuple[int, ...]
-    layers: tuple[int, ...]
-    tensor: int = 1
+    pp_rank_of_stage: tuple[int, ...]  # in the order of a forward pass
+    layers: tuple[int, ...]  # number of layers of every stage
+    tensor: int = 1  # tensor-parallel degree
 
     @classmethod
     def of(
@@ -45,8 +39,6 @@ class StageLayout:
         """Divide the ranks into pp_ranks and the layers into stages; SeqloomError if that is impossible.
 
         Args:
-            cost: prices the layers.
-            pp_size: number of pp_ranks.
             chunks: stages of every pp_rank, in the order 0 1 0 1.
             layers: of every stage; None balances the stages' times.
             v_shape: whether two stages per pp_rank go down the pp_ranks and up again, 0 1 1 0.
@@ -132,10 +124,7 @@ def stage_layers(
     vocabulary projection is worth.
 
     Args:
-        cost: prices the layers.
-        pp_size: number of pp_ranks.
-        chunks: stages of every pp_rank.
-        pp_rank_of_stage: None: 0 1 0 1.
+        chunks: stages of every pp_rank; without ``pp_rank_of_stage`` in the order 0 1 0 1.
         length: tokens of a typical document of the run; None: 8K, or the longest length if that is shorter.
     """
     check_stages(cost, pp_size, chunks)

@@ -11,11 +11,11 @@ solved first, and an M that can no longer win is given up: that saves time and c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +24,13 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.loops import NEVER
 from seqloom.planners.packing import least_loaded
-from seqloom.planners.problem import BatchProblem, GroupPlacement, StepPricer, fitting_problems
+from seqloom.planners.problem import CHECKPOINTS, BatchProblem, GroupPlacement, fitting_problems
 from seqloom.planners.uniform import holding_degrees, uniform_answers
 
 ROWS = 512
 """Ends of buckets whose starts are compared at once: limits the memory of the dynamic programme."""
+Matrix = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A sparse matrix in compressed rows: int32 where each row begins, int32 columns and float64 values of its entries."""
 MS = 1e-6
 """Milliseconds per nanosecond: times are scaled so that the solver's tolerances mean something."""
 
@@ -45,12 +47,11 @@ def plan_flexsp(
     time_limit_s: float | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Plan a batch as FlexSP does.
+    """Plan a batch, int64[n] tokens, as FlexSP does.
 
     Args:
-        lengths: int64[n] tokens.
         smallest: least degree of a group. 1 is the paper's; the released solver begins at 2.
-        buckets: buckets per micro-batch to begin with.
+        buckets: per micro-batch to begin with.
         counts: values of M to try.
         nodes: branch-and-bound nodes per micro-batch. The plan is the same on any machine.
         gap: a micro-batch this close to the solver's bound is good enough; counts with ``nodes``.
@@ -61,11 +62,11 @@ def plan_flexsp(
     require_highspy()
     problem = _fastest_problem(lengths, cost)
     menu = _menu(problem, smallest)
-    pricer, budget = StepPricer(problem), Budget(nodes, gap, time_limit_s)
+    options = solver_options(nodes, gap, time_limit_s)
     best: tuple[int, list[list[GroupPlacement]]] | None = None
     for window in _windows(problem, menu, buckets, counts):
         for micro_batches in sorted(window, key=_promise):
-            found = _solve(pricer, menu, micro_batches, budget, seed, None if best is None else best[0])
+            found = _solve(problem, menu, micro_batches, options, seed, None if best is None else best[0])
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is not None:
@@ -129,27 +130,27 @@ def _promise(micro_batches: list[MicroBatch]) -> tuple[bool, int, int]:
 
 
 def _solve(
-    pricer: StepPricer,
+    problem: BatchProblem,
     menu: dict[int, int],
     micro_batches: list[MicroBatch],
-    budget: Budget,
+    options: Mapping[str, Any],
     seed: int,
     to_beat: int | None,
 ) -> tuple[int, list[list[GroupPlacement]]] | None:
     """Step time and rounds for one M; None if a micro-batch has no answer or ``to_beat`` ns stands."""
-    random, problem = Random(seed), pricer.problem
+    random = Random(seed)
     lock_step = problem.cost.shard_group_size == problem.cost.ranks
-    fastest = pricer.tables()
+    fastest = problem.checkpoint_tables(next(c for c in CHECKPOINTS if c in problem.capacities))
     floors = [floor_ns(fastest, one.documents, problem.cost.ranks) if lock_step else 0 for one in micro_batches]
     rounds: list[list[GroupPlacement]] = []
     for number, one in enumerate(micro_batches):
-        if to_beat is not None and pricer.step_ns(rounds) + sum(floors[number:]) >= to_beat:
+        if to_beat is not None and problem.step_ns(rounds) + sum(floors[number:]) >= to_beat:
             return None
-        placed = one.answer(budget)
+        placed = one.answer(options)
         if placed is None:
             return None
         rounds.append(_placements(problem, menu, one.milp.degree, one.draw(placed, random)))
-    return pricer.step_ns(rounds), rounds
+    return problem.step_ns(rounds), rounds
 
 
 def _placements(
@@ -185,14 +186,8 @@ def floor_ns(tables: CostTables, documents: np.ndarray, ranks: int) -> int:
 def blast(tokens: np.ndarray, count: int) -> list[np.ndarray]:
     """Cut documents into ``count`` consecutive, non-empty chunks with the least largest token sum.
 
-    Of equally good cuts the last chunk is the longest, then the one before it: the published tie-break.
-
-    Args:
-        tokens: int64[n], positive, in the order in which they are to be cut.
-        count: 1 to n chunks.
-
-    Returns:
-        the positions in each chunk, in order.
+    Of equally good cuts the last chunk is the longest, then the one before it: the published tie-break. Returns the
+    positions in each chunk, in order.
     """
     n = len(tokens)
     sums = np.concatenate([[0], np.cumsum(tokens)])
@@ -230,28 +225,11 @@ def fewest_chunks(tokens: np.ndarray, capacity: int) -> int:
 #     error[q][k] = min over j < k of error[q - 1][j] + sum over i in j .. k of (length[k] - length[i])
 
 
-class Buckets(NamedTuple):
-    """Documents by bucket, in rising length."""
+def bucket(tokens: np.ndarray, least: int, capacity: int) -> list[np.ndarray]:
+    """Bucket the documents of one micro-batch, int64[n] tokens, with the least added tokens: positions, rising length.
 
-    longest: np.ndarray
-    """int64[Q] tokens of the longest member."""
-    members: list[np.ndarray]
-    """Positions of the documents in each bucket."""
-
-    @property
-    def population(self) -> np.ndarray:
-        """int64[Q] documents in each bucket."""
-        return np.array([len(members) for members in self.members], np.int64)
-
-
-def bucket(tokens: np.ndarray, least: int, capacity: int) -> Buckets:
-    """Bucket documents with the least added tokens.
-
-    Args:
-        tokens: int64[n] of one micro-batch.
-        least: buckets to begin with; more follow, one by one, until the bucketed tokens are at most half-way between
-            the true ones and ``capacity``, so that rounding up never makes a micro-batch look too large.
-        capacity: tokens the cluster holds in a round.
+    Begins with ``least`` buckets; more follow, one by one, until the bucketed tokens are at most half-way between the
+    true ones and ``capacity``, that of the cluster, so that rounding up never makes a micro-batch look too large.
     """
     values, kind, copies = np.unique(tokens, return_inverse=True, return_counts=True)
     total = int(tokens.sum())
@@ -269,8 +247,7 @@ def bucket(tokens: np.ndarray, least: int, capacity: int) -> Buckets:
         edges.append(int(start[edges[-1] - 1]))
     edges.reverse()
     owner = np.searchsorted(np.array(edges[1:]), kind, side="right")
-    members = [np.flatnonzero(owner == q) for q in range(len(starts))]
-    return Buckets(values[np.array(edges[1:]) - 1], members)
+    return [np.flatnonzero(owner == q) for q in range(len(starts))]
 
 
 def _one_more(
@@ -299,51 +276,39 @@ def _one_more(
 class MicroBatch:
     """Documents that run side by side, and the programme that places them."""
 
-    documents: np.ndarray
-    """int64[n] indices into the batch."""
-    buckets: Buckets
+    documents: np.ndarray  # int64[n] indices into the batch
+    buckets: list[np.ndarray]  # positions of the documents in each
     milp: BucketedMilp
-    start: tuple[int, np.ndarray] | None
-    """Best homogeneous answer: ns and documents of each bucket in each group."""
+    start: tuple[int, np.ndarray] | None  # Best homogeneous answer: ns and documents of each bucket in each group
 
     @classmethod
     def of(cls, problem: BatchProblem, menu: dict[int, int], documents: np.ndarray, least: int) -> MicroBatch:
-        """Set up a micro-batch.
-
-        Args:
-            menu: shape index by degree, ascending.
-            documents: int64[n] indices into the batch.
-            least: buckets to begin with.
-        """
+        """Set up a micro-batch; ``menu`` has shape indices by degree, ascending, ``least`` is that of `bucket`."""
         tables, ranks = problem.tables, problem.cost.ranks
         tokens = tables.tokens[documents]
         buckets = bucket(tokens, least, ranks * tables.capacity)
         degree = virtual_groups(np.array(list(menu)), tokens, tables.capacity, ranks)
         shapes = np.array([menu[d] for d in degree.tolist()])
-        longest = [documents[members[tokens[members].argmax()]] for members in buckets.members]
+        longest = [documents[members[tokens[members].argmax()]] for members in buckets]
+        count = np.array([len(members) for members in buckets], np.int64)
         cost, fixed = tables.cost[:, shapes][:, :, longest], tables.fixed[:, shapes]
-
-        def milp(every_rank: bool) -> BucketedMilp:
-            sizes = (tables.capacity, ranks, every_rank)
-            return BucketedMilp(buckets.longest, buckets.population, degree, cost, fixed, *sizes)
-
-        programme = milp(True)
-        start = best_start(programme)
+        milp = BucketedMilp(tables.tokens[longest], count, degree, cost, fixed, tables.capacity, ranks)
+        start = best_start(milp)
         if start is None and ranks not in menu:  # groups of the menu may be unable to use every rank: let some idle
-            programme = milp(False)
-            start = best_start(programme)
-        return cls(documents, buckets, programme, start)
+            milp = replace(milp, every_rank=False)
+            start = best_start(milp)
+        return cls(documents, buckets, milp, start)
 
-    def answer(self, budget: Budget) -> np.ndarray | None:
+    def answer(self, options: Mapping[str, Any]) -> np.ndarray | None:
         """int64[Q, P] documents of each bucket in each group; the start if the solver finds nothing."""
         known = None if self.start is None else self.start[1]
-        found = self.milp.solve(known, budget)
+        found = self.milp.solve(known, options)
         return known if found is None else found
 
     def draw(self, placed: np.ndarray, random: Random) -> list[list[int]]:
         """Documents of each group: concrete ones, drawn at random from each bucket to fill the counts."""
         groups: list[list[int]] = [[] for _ in self.milp.degree]
-        for members, counts in zip(self.buckets.members, placed.tolist(), strict=True):
+        for members, counts in zip(self.buckets, placed.tolist(), strict=True):
             drawn = self.documents[members].tolist()
             random.shuffle(drawn)
             for group, count in enumerate(counts):
@@ -353,16 +318,10 @@ class MicroBatch:
 
 
 def virtual_groups(degrees: np.ndarray, tokens: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
-    """Degrees of the groups that may be opened, falling.
+    """Degrees of the groups that may be opened, falling; ``degrees``, int64[D], ascend.
 
     Published pruning: beside the documents that need the largest degree, each counted in a group of its own, smaller
     degrees get only what is left of the cluster.
-
-    Args:
-        degrees: int64[D] ascending.
-        tokens: int64[n] of the micro-batch.
-        capacity: tokens a rank holds.
-        ranks: of the cluster.
     """
     needed = degrees[np.searchsorted(degrees * capacity, tokens)]
     largest = int(needed.max())
@@ -373,13 +332,9 @@ def virtual_groups(degrees: np.ndarray, tokens: np.ndarray, capacity: int, ranks
 
 def best_start(milp: BucketedMilp) -> tuple[int, np.ndarray] | None:
     """The fastest homogeneous answer: ns and int64[Q, P] documents; None if none obeys every rule."""
-    best: tuple[int, np.ndarray] | None = None
-    for degree in np.unique(milp.degree).tolist():
-        placed = homogeneous(milp, degree)
-        value = None if placed is None else milp.value_ns(placed)
-        if placed is not None and value is not None and (best is None or value < best[0]):
-            best = (value, placed)
-    return best
+    placed = [homogeneous(milp, degree) for degree in np.unique(milp.degree).tolist()]
+    found = [(value, each) for each in placed if each is not None and (value := milp.value_ns(each)) is not None]
+    return min(found, key=lambda answer: answer[0], default=None)
 
 
 def homogeneous(milp: BucketedMilp, degree: int) -> np.ndarray | None:
@@ -421,22 +376,12 @@ def homogeneous(milp: BucketedMilp, degree: int) -> np.ndarray | None:
 #     sum_q cost_lpq A_qp <= (T - fixed_lp) m_p
 
 
-class Budget(NamedTuple):
-    """When the solver stops working on one micro-batch."""
-
-    nodes: int
-    """Branch-and-bound nodes: the same answer on any machine."""
-    gap: float
-    """Relative distance to the solver's bound that is good enough; counts with ``nodes`` only."""
-    time_limit_s: float | None = None
-    """Seconds of wall time in place of the other two, as published."""
-
-    def options(self) -> dict[str, Any]:
-        """HiGHS settings: one thread, and one of the two budgets."""
-        common: dict[str, Any] = {"threads": 1, "parallel": "off", "random_seed": 0}
-        if self.time_limit_s is not None:
-            return {**common, "time_limit": float(self.time_limit_s)}
-        return {**common, "mip_max_nodes": self.nodes, "mip_rel_gap": self.gap}
+def solver_options(nodes: int, gap: float, time_limit_s: float | None = None) -> dict[str, Any]:
+    """HiGHS settings: one thread, and when to stop on one micro-batch, see `plan_flexsp`."""
+    common: dict[str, Any] = {"threads": 1, "parallel": "off", "random_seed": 0}
+    if time_limit_s is not None:
+        return {**common, "time_limit": float(time_limit_s)}
+    return {**common, "mip_max_nodes": nodes, "mip_rel_gap": gap}
 
 
 @dataclass(frozen=True, eq=False)
@@ -463,17 +408,12 @@ class BucketedMilp:
         times = self.fixed + np.einsum("lpq,qp->lp", self.cost, placed)
         return int(times[:, opened].max())
 
-    def solve(self, start: np.ndarray | None, budget: Budget) -> np.ndarray | None:
-        """int64[Q, P] documents of each bucket in each group; None if the solver found nothing.
-
-        Args:
-            start: an answer to begin with.
-            budget: when to stop.
-        """
+    def solve(self, start: np.ndarray | None, options: Mapping[str, Any]) -> np.ndarray | None:
+        """int64[Q, P] documents of each bucket in each group, from a ``start``; None if the solver found nothing."""
         highspy = require_highspy()
         solver = highspy.Highs()
         solver.silent()
-        for name, value in budget.options().items():
+        for name, value in options.items():
             solver.setOptionValue(name, value)
         limit = None if start is None else self.value_ns(start)
         q, p = self._pairs(limit)
@@ -555,13 +495,7 @@ class _Rows:
         lower: np.ndarray | float,
         upper: np.ndarray | float,
     ) -> None:
-        """Append a block of rows, as many as the bounds have entries.
-
-        Args:
-            terms: (row within the block, column, coefficient), broadcast together.
-            lower: least activity of each row.
-            upper: largest activity of each row.
-        """
+        """Append a block of rows: (row within the block, column, coefficient) broadcast together, between bounds."""
         low, high = np.broadcast_arrays(np.asarray(lower, float), np.asarray(upper, float))
         for row, column, value in terms:
             parts = np.broadcast_arrays(row + self.count, column, np.asarray(value, float))
@@ -576,18 +510,7 @@ class _Rows:
         keep = np.flatnonzero(value)
         order = keep[np.lexsort((column[keep], row[keep]))]
         starts = np.searchsorted(row[order], np.arange(self.count + 1))
-        return Matrix(starts.astype(np.int32), column[order].astype(np.int32), value[order])
-
-
-class Matrix(NamedTuple):
-    """A sparse matrix in compressed rows."""
-
-    start: np.ndarray
-    """int32[rows + 1]: where each row begins."""
-    column: np.ndarray
-    """int32[entries]"""
-    value: np.ndarray
-    """float64[entries]"""
+        return starts.astype(np.int32), column[order].astype(np.int32), value[order]
 
 
 def require_highspy() -> Any:
@@ -608,11 +531,7 @@ def highs_model(
 ) -> Any:
     """A ``highspy.HighsLp``: minimise ``cost @ x`` with ``x`` and ``matrix @ x`` between their limits.
 
-    Args:
-        cost: float64[columns].
-        columns: lower and upper limits of x; infinities are allowed.
-        integer: bool per column.
-        rows: lower and upper limits of ``matrix @ x``.
+    ``columns`` and ``rows`` are the lower and upper limits of the two; infinities are allowed.
     """
     highspy = require_highspy()
     model = highspy.HighsLp()

@@ -26,16 +26,14 @@ from seqloom.cost import CostModel
 from seqloom.layout.balance import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, StageMicroBatch
 from seqloom.planners.packing import next_fit
-from seqloom.planners.published.tuned_plan import RivalGroup, Rounds, fullest, tuned_plan
+from seqloom.planners.published.rivals import RivalGroup, Rounds, fullest, tuned_plan
 
 
 def plan_zeppelin(lengths: np.ndarray, cost: CostModel, *, routing: bool = True, remapping: bool = True) -> Plan:
-    """Plan a batch as Zeppelin does.
+    """Plan a batch, int64[n] tokens, as Zeppelin does.
 
-    Args:
-        lengths: int64[n] tokens.
-        routing: spread messages between nodes over all NICs.
-        remapping: give every GPU the same number of tokens in linear modules.
+    ``routing`` spreads messages between nodes over all NICs, ``remapping`` gives every GPU the same number of tokens in
+    linear modules.
     """
     node = cost.node_size
 
@@ -77,12 +75,7 @@ class Nodes:
 
 
 def partition(tokens: np.ndarray, documents: list[int], nodes: Nodes) -> list[RivalGroup]:
-    """Place documents that all GPUs together can hold.
-
-    Args:
-        tokens: int64[n] of every document of the batch.
-        documents: those to place.
-    """
+    """Place these documents of the batch, int64[n] tokens, which all GPUs together can hold."""
     order = sorted(documents, key=lambda document: (-int(tokens[document]), document))
     if nodes.count == 1:
         return inside_node(tokens, order, nodes, 0, 0, 0.0)
@@ -145,12 +138,9 @@ def _nodes_for(size: int, load: list[int], nodes: Nodes) -> list[int] | None:
 def inside_node(
     tokens: np.ndarray, order: list[int], nodes: Nodes, node: int, held: int, work: float
 ) -> list[RivalGroup]:
-    """The intra-node pass: documents of one node on its GPUs.
+    """The intra-node pass: documents of one node, longest first, on its GPUs.
 
-    Args:
-        order: the node's documents, longest first.
-        held: tokens that each GPU has of documents that cross nodes.
-        work: squared tokens that each GPU has of them.
+    Each GPU has ``held`` tokens, and ``work`` squared tokens, of documents that cross nodes.
     """
     if not order:
         return []

@@ -47,12 +47,11 @@ class SingleRankPrices:
     lengths: np.ndarray
     cost: CostModel
     policy: MemoryPolicy
-    tables: CostTables
 
-    @classmethod
-    def of(cls, lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> SingleRankPrices:
-        """Price the documents on one rank, whether it holds them or not."""
-        return cls(lengths, cost, policy, cost.tables(lengths, policy, (SINGLE_RANK,)))
+    @cached_property
+    def tables(self) -> CostTables:
+        """The documents on one rank, whether it holds them or not."""
+        return self.cost.tables(self.lengths, self.policy, (SINGLE_RANK,))
 
     @property
     def min_rounds(self) -> int:
@@ -69,14 +68,10 @@ class SingleRankPrices:
 class CutPrices(NamedTuple):
     """Prices of cutting long documents, each in a group of its own. ``m`` long documents, ``S`` shapes."""
 
-    rank_ns: np.ndarray
-    """int64[S, m]: time on each rank of the group; NEVER where memory does not hold it."""
-    total_ns: np.ndarray
-    """int64[S, m]: time of all its ranks together."""
-    order: np.ndarray
-    """int64[S, m]: shapes by rising total."""
-    cheapest: list[int]
-    """Least total of every document over shapes of several ranks."""
+    rank_ns: np.ndarray  # int64[S, m]: time on each rank of the group; NEVER where memory does not hold it
+    total_ns: np.ndarray  # int64[S, m]: time of all its ranks together
+    order: np.ndarray  # int64[S, m]: shapes by rising total
+    cheapest: list[int]  # Least total of every document over shapes of several ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,31 +80,19 @@ class ZonePrices:
 
     cost: CostModel
     policy: MemoryPolicy
-    capacity: int
-    """Tokens a rank holds in one round."""
-    tokens: np.ndarray
-    """int64[n]: tokens a document occupies."""
-    whole_ns: np.ndarray
-    """int64[n]: time of a document on one rank."""
-    attention_ns: np.ndarray
-    """int64[n]: of that, its attention: what a rank computes while messages of other documents are under way."""
-    order: np.ndarray
-    """int64[n]: documents by falling time, ties by number."""
-    fixed_ns: int
-    """Time of a rank's round before its first document."""
-    floor_ns: int
-    """Parameter gathers and gradient reduction of a round: it is never shorter."""
-    column: dict[int, int]
-    """Long document -> its column in what follows."""
+    capacity: int  # Tokens a rank holds in one round
+    tokens: np.ndarray  # int64[n]: tokens a document occupies
+    whole_ns: np.ndarray  # int64[n]: time of a document on one rank
+    attention_ns: np.ndarray  # int64[n]: of that, its attention, which hides messages of other documents
+    order: np.ndarray  # int64[n]: documents by falling time, ties by number
+    fixed_ns: int  # Time of a rank's round before its first document
+    floor_ns: int  # Parameter gathers and gradient reduction of a round: it is never shorter
+    column: dict[int, int]  # Long document -> its column in what follows
     shapes: tuple[GroupShape, ...]
-    compute_ns: np.ndarray
-    """int64[S, m]: computing and exposed exchanges of a document in each shape; NEVER where memory does not hold it."""
-    ring_ns: np.ndarray
-    """int64[S, m]: the same with the ring's messages in place of attention; 0 without a ring."""
-    nic_ns: np.ndarray
-    """int64[S, m]: occupancy of the NIC."""
-    group_ns: np.ndarray
-    """int64[2, S]: what a group adds to the first two before its first document."""
+    compute_ns: np.ndarray  # int64[S, m]: computing and exposed exchanges of a document; NEVER: memory does not hold it
+    ring_ns: np.ndarray  # int64[S, m]: the same with the ring's messages in place of attention; 0 without a ring
+    nic_ns: np.ndarray  # int64[S, m]: occupancy of the NIC
+    group_ns: np.ndarray  # int64[2, S]: what a group adds to the first two before its first document
 
     @classmethod
     def of(cls, single: SingleRankPrices) -> ZonePrices:
@@ -142,12 +125,9 @@ class ZonePrices:
             group_ns=np.stack([cut.fixed[0] - fixed, np.where(cut.fixed[1] > 0, cut.fixed[1] - fixed, 0)]),
         )
 
-    def cut_prices(self, hidden: bool) -> CutPrices:
-        """Prices of cuts; ``hidden``: the rank's other work is taken to hide the ring's messages."""
-        return self._cut_prices[hidden]
-
     @cached_property
-    def _cut_prices(self) -> tuple[CutPrices, CutPrices]:
+    def cut_prices(self) -> tuple[CutPrices, CutPrices]:
+        """Prices of cuts: with the ring's messages exposed, and hidden behind the rank's other work."""
         computing = self.compute_ns + self.group_ns[0][:, None]
         exposed = np.maximum(computing, self.ring_ns + self.group_ns[1][:, None])
         degree = np.array([shape.degree for shape in self.shapes], np.int64)[:, None]
@@ -175,14 +155,10 @@ class RankLoads:
 
     load: list[int]
     tokens_left: list[int]
-    whole: list[list[int]]
-    """Documents that are whole on each rank."""
-    cut: dict[tuple[Ranks, int], list[int]] = field(default_factory=dict)
-    """(ranks, index of the shape) -> documents cut over them: one group."""
-    groups: dict[int, list[Ranks]] = field(default_factory=dict)
-    """Index of a shape -> the ranks of each group of it."""
-    unplaced: list[int] = field(default_factory=list)
-    """Documents that found no room."""
+    whole: list[list[int]]  # Documents that are whole on each rank
+    cut: dict[tuple[Ranks, int], list[int]] = field(default_factory=dict)  # (ranks, shape) -> documents of one group
+    groups: dict[int, list[Ranks]] = field(default_factory=dict)  # Index of a shape -> the ranks of each group of it
+    unplaced: list[int] = field(default_factory=list)  # Documents that found no room
 
     @classmethod
     def empty(cls, begin: list[int], capacity: int) -> RankLoads:
@@ -205,16 +181,11 @@ class RankLoads:
 class FillTarget(NamedTuple):
     """The target that a round is filled towards."""
 
-    target: int
-    """ns after which every rank should be done, without the round's fixed cost."""
-    limit: int
-    """ns that a single document may take of a rank; one that takes longer is cut."""
-    break_even: int
-    """Per mille that a cut may cost above the whole document, where only balance asks for it."""
-    hidden: bool = False
-    """Whether ring messages are taken to hide behind the rank's other work."""
-    degrees: Mapping[int, int] = {}
-    """Document -> the least degree it gets; 1 leaves it whole if one rank holds it. Others follow from the rest."""
+    target: int  # ns after which every rank should be done, without the round's fixed cost
+    limit: int  # ns that a single document may take of a rank; one that takes longer is cut
+    break_even: int  # Per mille that a cut may cost above the whole document, where only balance asks for it
+    hidden: bool = False  # Whether ring messages are taken to hide behind the rank's other work
+    degrees: Mapping[int, int] = {}  # Document -> its least degree; 1 leaves it whole if one rank holds it
 
 
 class Cut(NamedTuple):
@@ -226,11 +197,7 @@ class Cut(NamedTuple):
 
 
 def fill_round(prices: ZonePrices, documents: Sequence[int], begin: list[int], target: FillTarget) -> RankLoads:
-    """Place the documents of one round, which come by falling time.
-
-    Args:
-        begin: ns at which each rank is free.
-    """
+    """Place the documents of one round, which come by falling time; rank i is free from ``begin[i]`` ns on."""
     loads = RankLoads.empty(begin, prices.capacity)
     tokens, whole = prices.tokens_list, prices.whole_ns_list
     cut, rest = [], []
@@ -246,7 +213,6 @@ def fill_round(prices: ZonePrices, documents: Sequence[int], begin: list[int], t
 
 
 def _place_cut(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, target: FillTarget) -> None:
-    """Cut documents that are too long for one rank."""
     load, tokens_left = np.array(loads.load), np.array(loads.tokens_left)
     for k in documents:
         cut = _cheapest_cut(prices, k, loads, load, tokens_left, target, int(NEVER), int(NEVER))
@@ -263,7 +229,7 @@ def _place_rest(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, 
     """Put documents whole on the least loaded rank with room, or cut those that would end late there."""
     tokens, whole = prices.tokens_list, prices.whole_ns_list
     load, tokens_left, column = loads.load, loads.tokens_left, prices.column
-    cheapest = prices.cut_prices(target.hidden).cheapest
+    cheapest = prices.cut_prices[target.hidden].cheapest
     heap = [(load[rank], rank) for rank in range(len(load))]
     heapify(heap)
     full: list[tuple[int, int]] = []  # (-tokens left, rank) of ranks without room for the document at hand
@@ -314,13 +280,10 @@ def _cheapest_cut(
 ) -> Cut | None:
     """The cheapest cut of document ``k`` that ends within the target; else the one that ends first, before ``ends``.
 
-    Args:
-        load: int64[ranks] ns, those of ``loads``.
-        tokens_left: int64[ranks], likewise.
-        most: rank-ns that it may cost.
+    ``load`` and ``tokens_left``, int64[ranks], are those of ``loads``. The cut may cost ``most`` rank-ns.
     """
     at, size = prices.column[k], int(prices.tokens[k])
-    priced = prices.cut_prices(target.hidden)
+    priced = prices.cut_prices[target.hidden]
     rank_ns, total_ns = priced.rank_ns[:, at].tolist(), priced.total_ns[:, at].tolist()
     limit, least = (int(NEVER), target.degrees[k]) if k in target.degrees else (target.limit, 2)
     best: Cut | None = None
@@ -357,16 +320,10 @@ def _best_group(loads: RankLoads, s: int, share: int, rank_ns: int) -> tuple[int
 def best_ranks(
     shape: GroupShape, load: np.ndarray, tokens_left: np.ndarray, share: int, node_size: int
 ) -> tuple[int, Ranks] | None:
-    """The least loaded ranks that a group of this shape may have, each with room for ``share`` tokens.
+    """The least loaded ranks that a group of this shape may have, with the load of the fullest; None: no room.
 
-    Inside a node these are any aligned Ulysses blocks of it (any ranks, for a pure ring), across nodes whole nodes.
-
-    Args:
-        load: int64[ranks] ns.
-        tokens_left: int64[ranks] tokens that each rank may still hold.
-
-    Returns:
-        load of the fullest of them and the ranks, or None where there is no room.
+    Each has room for ``share`` tokens. Inside a node these are any aligned Ulysses blocks of it (any ranks, for a pure
+    ring), across nodes whole nodes. ``load`` and ``tokens_left`` are int64[ranks].
     """
     inner = shape.ulysses
     load = np.where(tokens_left >= share, load, NEVER)
@@ -392,28 +349,24 @@ def swap_rebalance(prices: ZonePrices, loads: RankLoads, times: np.ndarray, begi
     """Move or exchange whole documents between slow and fast ranks, all pairs of ranks at once, as long as it helps.
 
     The slowest rank is paired with the fastest and so on; in every other sweep with the least fast one and so on.
-
-    Args:
-        times: int64[ranks] ns that the ranks take; changed along with the loads.
-        begin: int64[ranks] ns at which they are free.
+    ``times``, int64[ranks] ns that the ranks take from ``begin`` on, change along with the loads.
     """
     times += begin
     tokens_left = np.array(loads.tokens_left)
     even = int(times.sum()) // len(times)
-    idle = 0
+    idle = 0  # sweeps without gain
     for sweep in range(SWEEPS):
         order = np.argsort(times, kind="stable")
         movable = np.array([bool(documents) for documents in loads.whole])
         slow = order[(times[order] - even > even // EVEN) & movable[order]][::-1]
         fast = order[times[order] <= even]
         pairs = min(len(slow), len(fast))
+        if not pairs:
+            break
         turned = fast[:pairs] if sweep % 2 == 0 else fast[:pairs][::-1]
-        idle = (
-            0
-            if pairs and _sweep(prices, loads, times, tokens_left, slow[:pairs].tolist(), turned.tolist())
-            else idle + 1
-        )
-        if not pairs or idle == 2:
+        gained = _sweep(prices, loads, times, tokens_left, slow[:pairs].tolist(), turned.tolist())
+        idle = 0 if gained else idle + 1
+        if idle == 2:
             break
     times -= begin
     loads.tokens_left[:] = tokens_left.tolist()
@@ -424,8 +377,7 @@ def _sweep(
 ) -> bool:
     """Make the best exchange of each pair: a document of the slow rank for one of the fast rank, or for none.
 
-    Returns:
-        whether any pair gained.
+    Returns whether any pair gained.
     """
     given, taken = _shortest(loads, slow), _shortest(loads, fast)
     taken = np.concatenate([np.full((len(fast), 1), -1), taken], axis=1)
@@ -486,11 +438,9 @@ def rank_times(prices: ZonePrices, loads: RankLoads) -> np.ndarray:
 
 
 def finish(prices: ZonePrices, loads: RankLoads, times: np.ndarray, ready: np.ndarray) -> np.ndarray:
-    """int64[shard groups] ns: when every shard group is done after this round.
+    """int64[shard groups] ns: when every shard group, free from ``ready`` on, is done after this round.
 
-    Args:
-        times: int64[ranks] ns that each rank takes in the round.
-        ready: int64[shard groups] ns at which each shard group is free.
+    ``times``, int64[ranks], are ns that each rank takes in the round.
     """
     size = prices.cost.shard_group_size
     slowest = times.reshape(-1, size).max(axis=1)

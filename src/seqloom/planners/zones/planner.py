@@ -80,12 +80,10 @@ class FilledRounds:
 def plan_zones(
     lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, only: MemoryPolicy | None = None
 ) -> Plan:
-    """Plan a batch with groups that may share ranks.
+    """Plan a batch, int64[n] tokens, with groups that may share ranks.
 
-    Args:
-        lengths: int64[n] tokens.
-        evaluations: fillings of each round; None chooses by size.
-        only: the one policy to plan for; None tries all that can still win.
+    ``evaluations`` are fillings of each round; None chooses by size. ``only`` is the one policy to plan for; None tries
+    all that can still win.
     """
     if cost.tensor > 1:
         raise SeqloomError(
@@ -96,7 +94,7 @@ def plan_zones(
     policies = [policy for policy in cost.policies if only in (None, policy)]
     longest = int(cost.padded_lengths(array.max(keepdims=True))[0])
     most = max(shape.degree for shape in cost.shapes)
-    holding = [SingleRankPrices.of(array, cost, p) for p in policies if longest <= most * cost.capacity(p)]
+    holding = [SingleRankPrices(array, cost, p) for p in policies if longest <= most * cost.capacity(p)]
     if not holding:
         widest = max(policies, key=cost.capacity)
         raise BatchProblem(array, cost, widest).too_long()
@@ -160,9 +158,7 @@ def split_sorted(prices: ZonePrices, rounds: int) -> list[list[int]]:
 def fill_rounds(prices: ZonePrices, split: list[list[int]], fillings: int) -> FilledRounds:
     """Fill rounds one after another; what finds no room goes to the next one, or makes further rounds.
 
-    Args:
-        split: the documents of every round, each by falling time.
-        fillings: tried for each round.
+    ``split`` has the documents of every round, each by falling time; ``fillings`` are tried for each.
     """
     ready = np.zeros(prices.cost.ranks // prices.cost.shard_group_size, np.int64)
     rounds: list[RankLoads] = []
@@ -184,14 +180,9 @@ def fill_rounds(prices: ZonePrices, split: list[list[int]], fillings: int) -> Fi
 def best_filling(
     prices: ZonePrices, documents: Sequence[int], ready: np.ndarray, fillings: int
 ) -> tuple[RankLoads, np.ndarray]:
-    """The best of so many fillings of one round.
+    """The best of so many fillings of one round, with int64[shard groups] ns at which the shard groups are done.
 
-    Args:
-        documents: by falling time.
-        ready: int64[shard groups] ns at which each shard group is free.
-
-    Returns:
-        the loads, and int64[shard groups] ns at which the shard groups are done.
+    The documents come by falling time; the shard groups are free from ``ready`` on.
     """
     search = FillSearch(prices, documents, ready)
     best: Filling | None = None
@@ -222,25 +213,21 @@ class Filling:
 
     target: FillTarget
     loads: RankLoads
-    times: np.ndarray
-    """int64[ranks] ns that each rank takes."""
-    done: np.ndarray
-    """int64[shard groups] ns at which each shard group is free again."""
-    score: tuple[int, int, int]
-    """Tokens without room; ns at which the last shard group is done; rank-ns of all ranks: less is better."""
+    times: np.ndarray  # int64[ranks] ns that each rank takes
+    done: np.ndarray  # int64[shard groups] ns at which each shard group is free again
+    score: tuple[int, int, int]  # Tokens without room; ns when all are done; rank-ns: less is better
 
 
 class FillSearch:
     """The fillings of one round."""
 
     def __init__(self, prices: ZonePrices, documents: Sequence[int], ready: np.ndarray) -> None:
-        """See `best_filling`."""
         self.prices, self.documents, self.ready = prices, documents, ready
         self.begin = np.repeat(ready - ready.min(), prices.cost.shard_group_size)
         self.level = (int(prices.whole_ns[documents].sum()) + int(self.begin.sum())) // len(self.begin) + 1
         """ns at which all ranks would end together."""
         columns = [prices.column[k] for k in documents if k in prices.column]
-        shortest = prices.cut_prices(False).rank_ns[:, columns].min(axis=0) if columns else np.zeros(1, np.int64)
+        shortest = prices.cut_prices[False].rank_ns[:, columns].min(axis=0) if columns else np.zeros(1, np.int64)
         self.least = int(shortest[shortest < NEVER].max(initial=0))
         """ns below which some document cannot be cut."""
         self.break_even = 0

@@ -12,7 +12,7 @@ from seqloom.planners.hydraulis.dispatch import assign, dispatch, lower_bound, p
 from seqloom.planners.hydraulis.strategy import ConfigCost, ParallelConfig, PipelineConfig, Strategy
 from seqloom.planners.loops import estimate_pipeline_ns, one_f_one_b_ns, pack_micro_batches
 from seqloom.schedules import Times, build_schedule, simulate_schedule
-from support.exhaustive_strategies import best_assignment
+from support.exhaustive_strategies import best_assignment, micro_batch_ns
 
 PUBLISHED = published_model("32b").costs()
 
@@ -169,9 +169,8 @@ def test_empty_pipelines_and_single_documents_are_fine():
     strategy = strategy_of(PUBLISHED, ParallelConfig(1, 16), *[ParallelConfig(1, 4)] * 12)
     found = fastest(np.array([30_000]), [strategy], PUBLISHED)
     assert found.batches[0] == ((0,),)
-    assert found.batches[1:] == ((),) * 12 and found.ns == PUBLISHED[ParallelConfig(1, 16)].micro_batch_ns(
-        np.array([30_000])
-    )
+    assert found.batches[1:] == ((),) * 12
+    assert found.ns == micro_batch_ns(PUBLISHED[ParallelConfig(1, 16)], np.array([30_000]))
 
 
 def test_order_of_the_pipelines_does_not_matter():
@@ -184,7 +183,7 @@ def test_order_of_the_pipelines_does_not_matter():
         assert sorted(k for j in range(3) for k in found.documents(j)) == list(range(6))
         for pipe, batches, ns in zip(strategy.pipelines, found.batches, found.pipelines_ns, strict=True):
             assert all(lengths[list(batch)].sum() <= pipe.max_tokens for batch in batches)
-            assert ns == sum(PUBLISHED[pipe.parallel].micro_batch_ns(lengths[list(batch)]) for batch in batches)
+            assert ns == sum(micro_batch_ns(PUBLISHED[pipe.parallel], lengths[list(batch)]) for batch in batches)
     assert fastest(lengths, [one], PUBLISHED).ns == fastest(lengths, [other], PUBLISHED).ns
 
 

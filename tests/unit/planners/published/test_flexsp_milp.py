@@ -9,14 +9,14 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.planners.published.flexsp import (
     BucketedMilp,
-    Budget,
     best_start,
     homogeneous,
     require_highspy,
+    solver_options,
     virtual_groups,
 )
 
-ENOUGH = Budget(nodes=10_000, gap=0.0)
+ENOUGH = solver_options(nodes=10_000, gap=0.0)
 
 
 def small_programme(seed, every_rank=True):

@@ -12,8 +12,8 @@ from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.plan import Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.published import context_parallel, megatron
-from seqloom.planners.published.tuned_plan import capacities
+from seqloom.planners.published import rivals
+from seqloom.planners.published.rivals import capacities
 from seqloom.planners.registry import PLANNERS, PublishedClaim
 
 COST = cost_model("2x8xA800", "llama-7b", capacity=2_000)
@@ -104,16 +104,16 @@ def test_te_cp_is_one_ring_of_all_ranks_in_arrival_order():
 def test_hybrid_dp_by_hand():
     lengths = tokens(250, 60, 40, 30, 90)
     work = lengths.astype(float) ** 2
-    assert context_parallel.units(lengths, work, 100) == [([0], 3), ([4], 1), ([1, 2], 1), ([3], 1)]
+    assert rivals.units(lengths, work, 100) == [([0], 3), ([4], 1), ([1, 2], 1), ([3], 1)]
     # 62,500 / 3 on ranks 0-2; then 8,100 and 5,200 on rank 3, which is behind; 900 there too: 14,200 < 20,833
-    rounds = context_parallel.hand_out(lengths, work, 100, 4)
+    rounds = rivals.hand_out(lengths, work, 100, 4)
     assert places_of(rounds) == [[((0, 1, 2), [0]), ((3,), [4])], [((3,), [1, 2])], [((3,), [3])]]
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30))
 def test_hybrid_dp_takes_the_fewest_ranks_and_gives_work_to_those_behind(sizes):
     lengths = tokens(*sizes)
-    rounds = context_parallel.hand_out(lengths, lengths.astype(float), 100, 4)
+    rounds = rivals.hand_out(lengths, lengths.astype(float), 100, 4)
     for places in rounds:
         ranks = [rank for place in places for rank in place.ranks]
         assert len(ranks) == len(set(ranks))
@@ -136,17 +136,17 @@ def test_hybrid_dp_takes_the_fewest_ranks_and_gives_work_to_those_behind(sizes):
 def test_megatron_by_hand():
     # 20 opens a pair (work 200 of at most 210); 8 and 8 open one rank each; 4 finds no token room and waits, then
     # has all ranks to itself
-    rounds = megatron.micro_batches(tokens(8, 20, 4, 8), 10, 4)
+    rounds = rivals.micro_batches(tokens(8, 20, 4, 8), 10, 4)
     assert places_of(rounds) == [[((0, 1), [1]), ((2,), [0]), ((3,), [3])], [((0, 1, 2, 3), [2])]]
     # 10 opens one rank and reaches the cap of 105 with any partner; 9 opens another; 3 joins nobody (no room) and
     # takes a third; the first of the smallest groups is doubled onto the free one
-    assert places_of(megatron.micro_batches(tokens(10, 9, 3), 10, 4)) == [[((0, 1), [0]), ((2,), [1]), ((3,), [2])]]
+    assert places_of(rivals.micro_batches(tokens(10, 9, 3), 10, 4)) == [[((0, 1), [0]), ((2,), [1]), ((3,), [2])]]
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.sampled_from([1, 4, 8, 12]))
 def test_megatron_keeps_its_sizes_its_cap_and_no_rank_empty(sizes, ranks):
     lengths = tokens(*(min(size, 50 * ranks) for size in sizes))
-    rounds = megatron.micro_batches(lengths, 50, ranks)
+    rounds = rivals.micro_batches(lengths, 50, ranks)
     assert sorted(k for places in rounds for place in places for k in place.documents) == list(range(len(sizes)))
     for places in rounds:
         assert [rank for place in places for rank in place.ranks] == list(range(ranks))

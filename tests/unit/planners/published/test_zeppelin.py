@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seqloom.api import cost_model
 from seqloom.planners import make_plan
-from seqloom.planners.published.tuned_plan import fullest
+from seqloom.planners.published.rivals import fullest
 from seqloom.planners.published.zeppelin import Nodes, partition
 
 TWO = Nodes(2, 4, 100)
