@@ -22,7 +22,7 @@ batches = [[torch.arange(n + step) % 64 for n in (400, 20, 90, 7)] for step in r
 dist.init_process_group("gloo")  # nccl on GPUs
 ranks = dist.get_world_size()
 
-transport = TorchTransport(Communicators.create(GroupFamily(ranks, node_size=ranks)))
+transport = TorchTransport(Communicators(GroupFamily(ranks, node_size=ranks)))
 spec = model_from_config(attach(model).config.to_dict())
 for documents in batches:
     total, lengths = torch.zeros(()), torch.tensor([len(each) for each in documents])

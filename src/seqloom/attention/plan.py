@@ -26,6 +26,7 @@ from seqloom.attention.context_parallel.ring import Ring, RingKeys
 from seqloom.attention.context_parallel.routed import ProxyRank, RoutedExchanges, gather_moves, ring_moves
 from seqloom.attention.context_parallel.ulysses import HeadSplit, UlyssesExchange
 from seqloom.attention.kernels.interface import (
+    DTYPES,
     AttentionShape,
     Kernel,
     PreparedAttention,
@@ -39,8 +40,6 @@ from seqloom.attention.tiles import LocalHeads, ZigzagChunks, prepare
 from seqloom.dist.token_layout import BoundGroup, Context
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Method
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class AttentionOptions(NamedTuple):

@@ -387,12 +387,10 @@ class Strip(NamedTuple):
     """Pieces [rows, columns] of a weight, at equal distances in the tensor of its box and in a buffer.
 
     Attributes:
-        weight: index.
         rows, columns: of each piece.
         width: columns of the tensor.
         tensor_start, buffer_start: elements before the first piece; in the buffer each piece is contiguous.
         tensor_step, buffer_step: elements from one piece to the next.
-        count: pieces.
     """
 
     weight: int
@@ -437,7 +435,6 @@ class BucketIndex:
     """One rank's part of moving one bucket.
 
     Attributes:
-        rank: this one.
         outgoing: of the source end; buffer positions count from the beginning of a message.
         incoming: of the target end; buffer positions count from the beginning of the buffer of all messages.
         messages: (rank, elements) in the order of that buffer, ranks ascending.
@@ -462,8 +459,7 @@ def index_buckets(
 ) -> tuple[BucketIndex, ...]:
     """Compute a rank's part of every bucket, as columns of numbers: one rank of a thousand has 100,000 pieces.
 
-    Args:
-        move: at least what the rank sends and receives; two axes.
+    The move has two axes, and at least what the rank sends and receives between its source and target boxes.
     """
     last = max([int(move.item.max(initial=0)), *(max(bucket, default=0) for bucket in buckets)])
     number = np.full(last + 1, -1)

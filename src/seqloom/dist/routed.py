@@ -140,18 +140,15 @@ class _Elements:
             low, high = max(run.start, start), min(run.stop, stop)
             if low < high:
                 self._forward(item, edge, low)
-                self._insert(item, _Run(low, high, Buffer.RECEIVE, run.at + low - run.start))
+                insort(self._runs.setdefault(item, []), _Run(low, high, Buffer.RECEIVE, run.at + low - run.start))
                 edge = high
         self._forward(item, edge, stop)
         return self.find(item, start, stop)
 
     def _forward(self, item: int, start: int, stop: int) -> None:
         if stop > start:
-            self._insert(item, _Run(start, stop, Buffer.FORWARD, self.forwarded))
+            insort(self._runs.setdefault(item, []), _Run(start, stop, Buffer.FORWARD, self.forwarded))
             self.forwarded += stop - start
-
-    def _insert(self, item: int, run: _Run) -> None:
-        insort(self._runs.setdefault(item, []), run)
 
 
 def _by_peer(

@@ -157,11 +157,7 @@ class RowFunction(torch.autograd.Function):
 
 
 def tp_ranks_of(work: StageMicroBatch, rank: int, tensor: int) -> tuple[tuple[int, ...], int]:
-    """Return the ranks of a rank's TP group and its index among them; a rank without a group has one of its own.
-
-    Args:
-        work: its groups consist of whole TP groups.
-    """
+    """Return the ranks of a rank's TP group and its index among them; a rank without a group has one of its own."""
     found = set()
     for group in work.groups:
         if rank in group.ranks:
@@ -178,11 +174,7 @@ def tp_ranks_of(work: StageMicroBatch, rank: int, tensor: int) -> tuple[tuple[in
 
 
 def slice_of(work: StageMicroBatch, index: int, tensor: int) -> StageMicroBatch:
-    """Return the work of one slice of the weights: of every TP group its rank `index`.
-
-    Args:
-        work: its groups consist of whole TP groups.
-    """
+    """Return the work of one slice of the weights: of every TP group its rank `index`."""
     groups = tuple(
         replace(group, ranks=group.ranks[index::tensor], ulysses=group.ulysses // tensor) for group in work.groups
     )
@@ -194,10 +186,7 @@ def bind_tp_group(
 ) -> TPGroup:
     """Compute how the rows of a TP group's ranks become those of `cp_context`. Communicates nothing.
 
-    Args:
-        ranks, index: the TP group and this rank's index in it.
-        blocks: who holds what, of every group that the TP group is in.
-        family: blocks with a communicator; None: none has one.
+    `blocks` say who holds what, in every group that the TP group is in.
     """
     held = [sorted(span for layout in blocks for span in layout.spans(rank)) for rank in ranks]
     order = sort_order([span for spans in held for span in spans], cp_context.spans, cp_context.device)

@@ -218,22 +218,19 @@ class ThreadTransport:
 
     def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
         """Post a send."""
-        return self._message(peer, direction, [(peer, _flat("sent message", tensor))], [])
+        return self._message(tensor, peer, direction, sends=True)
 
     def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
         """Post a receive."""
-        return self._message(peer, direction, [], [(peer, _flat("received message", tensor))])
+        return self._message(tensor, peer, direction, sends=False)
 
-    def _message(
-        self,
-        peer: int,
-        direction: P2PDirection,
-        outgoing: list[tuple[int, torch.Tensor]],
-        incoming: list[tuple[int, torch.Tensor]],
-    ) -> Message:
+    def _message(self, tensor: torch.Tensor, peer: int, direction: P2PDirection, *, sends: bool) -> Message:
         check_peer(self.rank, self.ranks, peer, direction)
-        operation = self._matcher.post(self.rank, f"{direction} message", None, outgoing, incoming, direction)
-        return _Handle(self._matcher, operation)
+        sides = [(peer, _flat("sent message" if sends else "received message", tensor))]
+        outgoing, incoming = (sides, []) if sends else ([], sides)
+        matcher = self._matcher
+        operation = matcher.post(self.rank, f"{direction} message", None, outgoing, incoming, direction)
+        return _Handle(matcher, operation)
 
     def _collective(
         self, verb: str, block: Sequence[int], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]

@@ -46,7 +46,6 @@ class BoundGroup:
     The buffer of a ring index holds the rows of its block's ranks, sorted by document and position.
 
     Attributes:
-        group: the group of the plan.
         ulysses_index, ring_index: of this rank.
         block: ranks of this ring index, the Ulysses communicator; under tensor parallelism they are no run.
         ring_ranks: ranks of this Ulysses index, by ring index.
@@ -81,8 +80,6 @@ class Context:
     Not a dataclass: torch's FSDP looks for tensors in those among a layer's arguments, field by field, at every call.
 
     Attributes:
-        work: what was bound.
-        transport: this rank's.
         spans: tokens of the local buffer, in the order of its rows: of the linear layout in a round that remaps around
             attention, else of the attention layout.
         positions: int64[tokens], the position of every token in its document.
@@ -130,7 +127,6 @@ class Context:
         """Do the index work of a rank's groups; see `bind`.
 
         Args:
-            work, transport, node_size, pieces, kv_cache, tp_group: see the class.
             blocks: who holds what in the block of this rank, of every group that it is in.
             redistribute: from the linear to the attention layout; None where these are the same.
         """
@@ -266,7 +262,6 @@ class RowExchange:
     """One rank's part of moving rows from one layout to another: a permuted all-to-all.
 
     Attributes:
-        transport: this rank's.
         ranks: of the shard group, ascending.
         collective: whether the shard group has a communicator.
         sends, receives: rows for and from every rank of the shard group, this one included.

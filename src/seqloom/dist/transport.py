@@ -190,9 +190,7 @@ def broadcast_bytes(
 ) -> bytes:
     """Return the root's bytes on every rank, in a binary tree of exchanges; all ranks of the world call it.
 
-    Args:
-        payload: what the root sends, such as a plan; None on the others.
-        root: the rank that has it.
+    `payload` is what the root sends, such as a plan, and None on the others.
     """
     if (payload is None) == (transport.rank == root):
         given = "nothing" if payload is None else f"{len(payload)} bytes"

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from seqloom.dist import Context
-from seqloom.engine.rank_plan import RankMicroBatch, RankPlan
+from seqloom.engine.rank_plan import RankPlan
 from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Receive, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import valid_tokens
@@ -176,25 +176,28 @@ class _Run:
             self._p2p.send(action, _row_slices(self._rank_plan, action))
         elif kind in (RECV_F, RECV_B):
             self._p2p.receive(action)
-        elif action.round is None or self._reshards_per_round(kind):  # a round's backward has reduced its gradients
+        elif action.round is None or (kind != REDUCE and self._rank_plan.plan.sharding == Sharding.FREE):
+            # Actions of a round: its backward has reduced the gradients, and fixed layouts stay gathered for the step.
             run = {UNSHARD: parameters.unshard, REDUCE: parameters.reduce, RESHARD: parameters.reshard}[kind]
             with self._timer.measure(kind.value):
                 for first in self._rank_plan.stages[action.stage][:1]:
                     run(first.layers)
 
-    def _reshards_per_round(self, kind: ActionKind) -> bool:
-        """Whether an action of a round gathers or frees parameters; fixed layouts keep theirs for the step."""
-        return kind in (UNSHARD, RESHARD) and self._rank_plan.plan.sharding == Sharding.FREE
-
     def _forward(self, action: Action) -> None:
         microbatch = self._rank_plan.microbatch(action)
-        layers, context = microbatch.layers, microbatch.context
+        layers, context, parameters = microbatch.layers, microbatch.context, self._parameters
+        offloads = microbatch.offload and self._training
         assert context is not None  # actions of skipped rounds are left out
         ids, labels = self._read(context, microbatch.round) if layers.has_embedding or layers.has_head else (None, None)
         inputs = ids if layers.has_embedding else self._receive(Action(action.stage, RECV_F, action.round))
         assert inputs is not None
         with self._timer.measure(F.value):
-            state = self._new_state(microbatch, inputs, labels)
+            state = MicrobatchState(
+                lambda x: parameters.forward(layers, x, labels, context),
+                inputs,
+                recompute=microbatch.checkpoint == Checkpoint.STAGE,
+                offload=Offload(parameters.compute_weights(), self._offload_stream) if offloads else None,
+            )
             output = state.forward()
             if layers.has_head and labels is not None:
                 self._totals += torch.stack((output, valid_tokens(labels))).double()
@@ -230,21 +233,6 @@ class _Run:
                 f"holds {context.tokens} tokens in it; give one id and one label for every token of context.spans"
             )
         return ids, labels
-
-    def _new_state(
-        self, microbatch: RankMicroBatch, inputs: torch.Tensor, labels: torch.Tensor | None
-    ) -> MicrobatchState:
-        parameters, layers, context = self._parameters, microbatch.layers, microbatch.context
-        assert context is not None
-        offload = None
-        if microbatch.offload and self._training:
-            offload = Offload(parameters.compute_weights(), self._offload_stream)
-        return MicrobatchState(
-            lambda x: parameters.forward(layers, x, labels, context),
-            inputs,
-            recompute=microbatch.checkpoint == Checkpoint.STAGE,
-            offload=offload,
-        )
 
 
 class MicrobatchState:
@@ -343,17 +331,9 @@ class Offload:
 
     def fetch(self, device: torch.device) -> None:
         """Copy everything back to the device, in the order of the current stream."""
-        if device.type == "cpu":
-            return
-        stream, current = self._stream or torch.cuda.current_stream(), torch.cuda.current_stream()
-        fetched = [torch.empty_like(each, device=device) for each in self._tensors]
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for target, source in zip(fetched, self._tensors, strict=True):
-                target.copy_(source, non_blocking=True)
-                target.record_stream(stream)
-        current.wait_stream(stream)
-        self._tensors = fetched
+        if device.type == "cuda":
+            self._tensors = self._copies(self._tensors, device)
+            torch.cuda.current_stream().wait_stream(self._stream or torch.cuda.current_stream())
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | int:
         origin = tensor if tensor._base is None else tensor._base
@@ -374,15 +354,17 @@ class Offload:
         return self._tensors[packed] if isinstance(packed, int) else packed
 
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not any(each.is_cuda for each in tensors):
-            return tensors
-        stream, copies = self._stream or torch.cuda.current_stream(), []
+        return self._copies(tensors, torch.device("cpu")) if any(each.is_cuda for each in tensors) else tensors
+
+    def _copies(self, tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """Copy tensors from a GPU to pinned memory, or back, behind what the current stream was given so far."""
+        stream, to_host = self._stream or torch.cuda.current_stream(), device.type == "cpu"
+        copies = [torch.empty_like(each, device=device, pin_memory=to_host) for each in tensors]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for each in tensors:
-                copies.append(torch.empty_like(each, device="cpu", pin_memory=True))
-                copies[-1].copy_(each, non_blocking=True)
-                each.record_stream(stream)  # the allocator does not reuse its memory before the copy is done
+            for source, target in zip(tensors, copies, strict=True):
+                target.copy_(source, non_blocking=True)
+                (source if to_host else target).record_stream(stream)  # not reused before the copy is done
         return copies
 
 

@@ -28,7 +28,6 @@ class RankMicroBatch:
         round: index in the pipeline.
         checkpoint: which activations are recomputed.
         context: for the model; None where this rank's shard group takes no part.
-        layers: of the stage.
         offload: whether saved activations lie in host memory.
         from_previous, to_next: rows received from the previous stage and sent to the next one; None: they stay on this
             rank, or there is no such stage.
@@ -48,10 +47,7 @@ class RankPlan:
     """A plan as one rank sees it.
 
     Attributes:
-        plan: the same on all ranks.
         pipeline: the one that this rank is in; None: it is in none.
-        transport: this rank's.
-        device: of its tensors.
         shard_group: ranks that run the same rounds as this one, which is among them; () where it is in no stage.
         stages: {stage of this rank: all rounds of its pipeline, in order}.
         actions: what this rank runs, in order: the row of its pp rank without the rounds that it skips, and with the
@@ -106,7 +102,11 @@ def bind_plan(
             (`ModelAdapter.prepare`); None: the first layer of a round does it.
     """
     device = torch.device(device)
-    _check_world(plan, transport)
+    if plan.limits.ranks != transport.ranks:
+        raise SeqloomError(
+            f"a plan for {plan.limits.ranks} ranks on {transport.ranks}: start {plan.limits.ranks} ranks, or plan for "
+            f"a cluster of {transport.ranks}"
+        )
     if check and transport.ranks > 1:  # reading the hashes waits for the device
         _check_hash(plan, transport, device)
     rank, pieces = transport.rank, pieces_of_plan(plan)
@@ -149,14 +149,6 @@ def bind_plan(
 def _takes_part(work: StageMicroBatch, shard_group: tuple[int, ...]) -> bool:
     """Whether a rank of the shard group is in a group or forwards its traffic; it may have no tokens."""
     return any(not set(shard_group).isdisjoint(group.participants) for group in work.groups)
-
-
-def _check_world(plan: Plan, transport: Transport) -> None:
-    if plan.limits.ranks != transport.ranks:
-        raise SeqloomError(
-            f"a plan for {plan.limits.ranks} ranks on {transport.ranks}: start {plan.limits.ranks} ranks, or plan for "
-            f"a cluster of {transport.ranks}"
-        )
 
 
 def _check_hash(plan: Plan, transport: Transport, device: torch.device) -> None:

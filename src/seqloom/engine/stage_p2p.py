@@ -46,7 +46,6 @@ class RowSlice(NamedTuple):
     Attributes:
         peer: this rank itself where the next stage is on the same ranks and needs them here.
         rows: a run of them, or an index int64[tokens].
-        tokens: how many.
     """
 
     peer: int
@@ -68,11 +67,7 @@ class StageBoundary:
         self._is_unchanged = cache(self._compare)
 
     def slices(self, stage: int, round_index: int, tokens: int) -> tuple[RowSlices, RowSlices]:
-        """Return what comes from the previous stage and what goes to the next one in a round.
-
-        Args:
-            tokens: of this rank on the stage.
-        """
+        """Return what comes from the previous stage and goes to the next one; this rank has so many tokens here."""
         last = len(self._pipeline.stages) - 1
         received = self._side(stage - 1, round_index, tokens, sends=False) if stage else None
         sent = self._side(stage, round_index, tokens, sends=True) if stage < last else None
@@ -149,12 +144,7 @@ def same_layout(source: Layout, target: Layout, ranks: Sequence[int], others: Se
 def row_slices(
     source: Layout, target: Layout, rank: int, *, sends: bool, device: torch.device | str = "cpu"
 ) -> tuple[RowSlice, ...]:
-    """Return what a rank sends or receives when tokens go from one layout to the other, by peer.
-
-    Args:
-        source, target: of a stage and of the next one.
-        sends: what it sends from its rows of the source; else what it receives for its rows of the target.
-    """
+    """Return what a rank sends from its rows of the source, or receives for those of the target, by peer."""
     held = source if sends else target
     peers, starts, lengths = rows_of_move(move_between(source, target), held, rank, sends=sends)
     found = []
@@ -309,12 +299,7 @@ class Progress:
     """Where one rank is in its row of actions. Another thread may ask at any time."""
 
     def __init__(self, pipeline: Pipeline | None, rank: int, name: str = "") -> None:
-        """Start before the first action.
-
-        Args:
-            pipeline: the one that the rank is in; None: it is in none.
-            name: of the pipeline, where there are several.
-        """
+        """Start before the first action; a rank may be in no pipeline, or in one of several, which has a name."""
         self._rows, self._rank, self._name = () if pipeline is None else pipeline.actions, rank, name
         by_pp_rank = () if pipeline is None else pipeline.ranks_by_pp_rank
         self._pp_rank = next((index for index, ranks in enumerate(by_pp_rank) if rank in ranks), None)
@@ -327,11 +312,7 @@ class Progress:
 
     @contextmanager
     def waiting(self, action: Action, peer: int | None) -> Iterator[None]:
-        """Note that a message is waited for; an error in the block gets the report.
-
-        Args:
-            peer: its sender; None: it was sent by this rank.
-        """
+        """Note that a message from `peer`, or of this rank (None), is waited for; an error gets the report."""
         self._awaited = (action, peer)
         try:
             yield

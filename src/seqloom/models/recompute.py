@@ -73,13 +73,10 @@ class LayerWrapper:
 def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapper = cast("LayerWrapper", layer.layer_wrapper)
     body = partial(_wrapped_body, layer, wrapper)
-    if not wrapper.recompute:
-        return body(*args, **kwargs)
-    return run_checkpointed(body, args, kwargs)
+    return run_checkpointed(body, args, kwargs) if wrapper.recompute else body(*args, **kwargs)
 
 
 def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs: Any) -> Any:
-    forward = type(layer).forward
     if wrapper.compiled is not None:
         context = context_among(args, kwargs)
         # A graph cannot change the number of rows: in such a round the layer runs as it stands.
@@ -91,7 +88,7 @@ def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs:
             manager = None if context is None else hooks(layer, context)
             if manager is not None:
                 stack.enter_context(manager)
-        return forward(layer, *args, **kwargs)
+        return type(layer).forward(layer, *args, **kwargs)
 
 
 def context_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:

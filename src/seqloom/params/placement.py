@@ -27,7 +27,6 @@ class Placement:
     Attributes:
         stages: in the order of layers, with equally many ranks.
         sharding: over all ranks of a stage, its ranks in a node, or none.
-        node_size: ranks of a node.
     """
 
     stages: tuple[Stage, ...]

@@ -31,7 +31,6 @@ after the last backward. The computation then hides the hop inside the node; on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -41,12 +40,12 @@ from torch.autograd.graph import GradientEdge
 
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
-from seqloom.dist.resharding import Box, InFlight, Resharder, boxes_of
+from seqloom.dist.resharding import InFlight, Resharder, boxes_of
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
-from seqloom.params.interface import Parameters, device_of, reduce_dtype
+from seqloom.params.interface import Parameters, device_of, local_tensor, reduce_dtype, squared_norm
 from seqloom.params.shards import ComputeCopies, OptimizerShards, weights_of
 from seqloom.plan import ActionKind, LayerRange, Plan, Sharding, Stage
 from seqloom.plan.parameter_layout import (
@@ -190,15 +189,20 @@ class ReshardingParameters(Parameters):
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`."""
-        return self._masters.gradient_norm()
+        squares = squared_norm(self.master_weights().values()).to(self._device)
+        self._transport.all_reduce(squares, tuple(range(self._transport.ranks)))
+        return squares.sqrt()
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_gradients`."""
-        yield from self._masters.full_gradients()
+        for index, master in enumerate(self._masters.parameters):
+            if master.grad is not None:
+                yield self._masters.names[index], self._masters.gather(index, local_tensor(master.grad))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`."""
-        yield from self._masters.full_values()
+        for index, rows in self._masters.rows.items():
+            yield self._masters.names[index], self._masters.gather(index, rows)
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; DTensors where torch.distributed runs."""
@@ -261,7 +265,7 @@ class ReshardingParameters(Parameters):
         if key not in self._resharders:
             if len(self._resharders) == CACHED_RESHARDERS:
                 del self._resharders[next(iter(self._resharders))]
-            self._resharders[key] = PlanResharders.of(
+            self._resharders[key] = PlanResharders(
                 plan, resharded, self._weights, self._trained, self._transport, self._device
             )
         return self._resharders[key]
@@ -466,7 +470,6 @@ class ReshardedStages:
         return set[int]().union(*(self._weights_of[layers] for layers in self._unsharded))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class PlanResharders:
     """One rank's index work for the stages of a plan, reused by all plans with the same stages.
 
@@ -474,44 +477,36 @@ class PlanResharders:
         values: from the optimiser layout to the step layout.
         gradients: the same for trained weights; used backwards.
         boxes: what this rank computes with, by weight.
+        resharded: weights of which this rank holds only a shard between rounds.
         by_stage: for every stage of this rank that reshards every round: from the step layout to the compute layout, of
             the weights that it reshards. Trained ones are in one bucket per layer, so that packed buffers stay small;
             the last bucket has the others.
     """
 
-    values: Resharder
-    gradients: Resharder
-    boxes: Mapping[int, Box]
-    by_stage: Mapping[LayerRange, Resharder]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         plan: Plan,
         resharded: StageIndices,
         weights: Sequence[Weight],
         trained: Sequence[int],
         transport: Transport,
         device: torch.device,
-    ) -> PlanResharders:
-        """Do the index work of a plan's stages.
+    ) -> None:
+        """Do the index work of a plan's stages; those of `resharded` reshard every round.
 
-        Args:
-            resharded: stages that reshard every round.
-            transport: this rank's. What is in flight for a whole step uses its background exchanges.
+        What is in flight for a whole step uses the transport's background exchanges.
         """
         home = optimiser_layout(weights, transport.ranks)
         compute = compute_layout(weights, plan.pipelines)
         step = compute_layout(weights, plan.pipelines, resharded) if resharded else compute
         new = partial(Resharder, weights, device=device)
-        background = partial(
-            new, transport=transport.background, node_size=plan.limits.node_size, buckets=layer_buckets(weights)
-        )
-        values = gradients = background(home, step)
+        background = partial(new, transport=transport.background, node_size=plan.limits.node_size)
+        self.values = self.gradients = background(home, step)
         if len(trained) < len(weights):
-            gradients = background(_select(home, trained), _select(step, trained))
-        boxes, by_stage = boxes_of(compute, transport.rank), {}
-        moved = [weight for weight, box in sorted(boxes.items()) if values.target.get(weight) != box]
+            self.gradients = background(_select(home, trained), _select(step, trained))
+        self.boxes = boxes_of(compute, transport.rank)
+        moved = [weight for weight, box in sorted(self.boxes.items()) if self.values.target.get(weight) != box]
+        self.resharded, self.by_stage = frozenset(moved), dict[LayerRange, Resharder]()
         for ranks, layers in _dp_groups_of(plan, resharded, transport.rank):
             chosen = [weight for weight in moved if any(_runs(layers, user) for user in weights[weight].used_by)]
             by_layer = [[w for w in bucket if w in chosen and w in trained] for bucket in layer_buckets(weights)]
@@ -520,13 +515,7 @@ class PlanResharders:
             # Not in the background: the ranks of a stage run one row, so these meet the stage's other exchanges in one
             # order. In the background they could queue behind gradients that wait for ranks which wait for this stage.
             # In one hop for the same reason: two would share a stream with those.
-            by_stage[layers] = new(source, target, transport, buckets=buckets)
-        return cls(values, gradients, boxes, by_stage)
-
-    @property
-    def resharded(self) -> frozenset[int]:
-        """Weights of which this rank holds only a shard between rounds."""
-        return frozenset(weight for weight, box in self.boxes.items() if self.values.target.get(weight) != box)
+            self.by_stage[layers] = new(source, target, transport, buckets=buckets)
 
 
 def resharded_stages(plan: Plan) -> StageIndices:

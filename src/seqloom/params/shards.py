@@ -25,7 +25,7 @@ from seqloom.dist.resharding import Box
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.params.fsdp import SHARD, new_mesh
-from seqloom.params.interface import accumulate_wide, check_job, local_tensor, squared_norm
+from seqloom.params.interface import accumulate_wide, check_job, local_tensor
 from seqloom.params.placement import replace_parameters
 from seqloom.plan.parameter_layout import EMBEDDING, HEAD, Weight
 
@@ -153,7 +153,7 @@ class OptimizerShards:
             adapter: of the model; the same values on all ranks.
             transport: where torch.distributed runs, all ranks of the job.
         """
-        self._transport, self._device, self._mesh = transport, device, None
+        self._transport, self._mesh = transport, None
         if dist.is_initialized():
             check_job(transport)
             self._mesh = new_mesh(device, torch.arange(transport.ranks), (SHARD,))
@@ -184,25 +184,9 @@ class OptimizerShards:
             gradient = torch.zeros_like(rows) if total is None else total.view(rows.shape).to(rows.dtype)
             master.grad = gradient if self._mesh is None else row_shard(gradient, master, self._mesh)
 
-    def gradient_norm(self) -> torch.Tensor:
-        """Return the norm of the whole model's gradient, a scalar, the same on all ranks."""
-        squares = squared_norm(self.trained().values()).to(self._device)
-        self._transport.all_reduce(squares, tuple(range(self._transport.ranks)))
-        return squares.sqrt()
-
-    def full_values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and unsharded value of every parameter; all ranks iterate."""
-        for index, rows in self.rows.items():
-            yield self.names[index], self._gather(rows, self.shapes[index])
-
-    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and unsharded gradient of every trained parameter; all ranks iterate."""
-        for index, master in enumerate(self.parameters):
-            if master.grad is not None:
-                yield self.names[index], self._gather(local_tensor(master.grad), self.shapes[index])
-
-    def _gather(self, shard: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        ranks = self._transport.ranks
+    def gather(self, index: int, shard: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's value or gradient from all ranks' rows of it; all of them call it."""
+        shape, ranks = self.shapes[index], self._transport.ranks
         padded = shard.new_zeros((-(-shape[0] // ranks), *shape[1:]))
         padded[: len(shard)] = shard
         gathered = shard.new_empty((ranks * len(padded), *shape[1:]))

@@ -119,11 +119,13 @@ class Checkpoints(AbstractContextManager):
                 "resume from it, or choose another run.output"
             )
         self._saves += 1
-        manifest = Manifest(step, *self._gather_shapes(model, optimiser), dict(extra), str(torch.__version__))
+        state = _dcp_state(model, optimiser)
+        shapes = self._gather_shapes(state)
+        manifest = Manifest(step, shapes["model"], shapes["optimiser"], dict(extra), str(torch.__version__))
         final = checkpoint_folder(self._folder, step)
         partial = self._folder / f".{final.name}.partial-{self._saves}"
         future = dcp.async_save(
-            _dcp_state(model, optimiser),
+            state,
             storage_writer=AtomicWriter(partial, final, manifest.to_json(), self._keep),
             process_group=self._group,
             no_dist=self._group is None,
@@ -159,11 +161,10 @@ class Checkpoints(AbstractContextManager):
         Names, shapes and dtypes of all ranks' tensors together must be those of the checkpoint.
         """
         self.wait()
-        manifest = Manifest.read(path)
-        manifest.check(path, *self._gather_shapes(model, optimiser))
+        manifest, state = Manifest.read(path), _dcp_state(model, optimiser)
+        manifest.check(path, self._gather_shapes(state))
         try:
             with torch.no_grad():
-                state = _dcp_state(model, optimiser)
                 dcp.load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as error:
             others = [folder.name for _, folder in complete_checkpoints(path.parent) if folder != path]
@@ -175,9 +176,13 @@ class Checkpoints(AbstractContextManager):
             self._saved_or_loaded = manifest.step
         return manifest
 
-    def _gather_shapes(self, model: Tensors, optimiser: States) -> tuple[dict[str, str], dict[str, str]]:
+    def _gather_shapes(self, state: States) -> dict[str, dict[str, str]]:
         """Shapes of the tensors of all ranks. Ranks compare hashes first: equal shapes are sent only once."""
-        mine = (_shapes(model), _shapes(_flatten(optimiser)))
+
+        def shape(tensor: torch.Tensor) -> str:
+            return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+        mine = {part: {name: shape(each) for name, each in tensors.items()} for part, tensors in state.items()}
         if self._group is None:
             return mine
         digests = [""] * dist.get_world_size(self._group)
@@ -185,12 +190,12 @@ class Checkpoints(AbstractContextManager):
         sources = sorted({digests.index(digest) for digest in digests})
         if len(sources) == 1:
             return mine
-        union: tuple[dict[str, str], dict[str, str]] = ({}, {})
+        union: dict[str, dict[str, str]] = {part: {} for part in mine}
         for source in sources:
             received = [mine]
             dist.broadcast_object_list(received, group_src=source, group=self._group)
-            for known, new in zip(union, received[0], strict=True):
-                known.update(new)
+            for part, shapes in received[0].items():
+                union[part].update(shapes)
         return union
 
     def close(self) -> None:
@@ -240,10 +245,10 @@ class Manifest:
                 "dictionaries"
             ) from None
 
-    def check(self, path: Path, model: Shapes, optimiser: Shapes) -> None:
+    def check(self, path: Path, wanted: Mapping[str, Shapes]) -> None:
         """Refuse a checkpoint whose tensors are not those that all ranks want to load, and list the differences."""
-        for part, saved, wanted in (("model", self.model, model), ("optimiser", self.optimiser, optimiser)):
-            differences = _differences(saved, wanted)
+        for part, shapes in wanted.items():
+            differences = _differences(getattr(self, part), shapes)
             if differences:
                 raise SeqloomError(
                     f"{path} is a checkpoint of another {part}: {'; '.join(differences)}. Take the config that it was "
@@ -326,10 +331,6 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _shapes(tensors: Tensors) -> dict[str, str]:
-    return {name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for name, tensor in tensors.items()}
-
-
 def _differences(saved: Shapes, wanted: Shapes) -> list[str]:
     kinds = {
         "only in the checkpoint": [f"{name} {shape}" for name, shape in saved.items() if name not in wanted],
@@ -347,14 +348,10 @@ def _differences(saved: Shapes, wanted: Shapes) -> list[str]:
     return lines
 
 
-def _flatten(states: States) -> dict[str, torch.Tensor]:
-    """Return an optimiser's state with one name for each tensor."""
-    return {f"{name}.{key}": tensor for name, tensors in states.items() for key, tensor in tensors.items()}
-
-
 def _dcp_state(model: Tensors, optimiser: States) -> dict[str, dict[str, torch.Tensor]]:
     """Return the state that torch reads and writes: the same memory, but without gradients, which it would copy too."""
-    parts = {"model": model, "optimiser": _flatten(optimiser)}
+    moments = {f"{name}.{key}": tensor for name, tensors in optimiser.items() for key, tensor in tensors.items()}
+    parts = {"model": model, "optimiser": moments}
     return {part: {name: tensor.detach() for name, tensor in tensors.items()} for part, tensors in parts.items()}
 
 

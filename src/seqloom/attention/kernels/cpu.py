@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved
+from seqloom.attention.kernels.interface import DTYPES, AttentionShape, Capabilities, Gradients, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.masks import Segments
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MASKED_QUERIES = 256
 """Queries that share one added mask."""
 

@@ -197,7 +197,6 @@ class Dispatcher:
 
     Attributes:
         kernels: in order of preference, which decides where nothing was measured.
-        table: measured times.
         min_lengths: without measurements, a kernel named here is preferred only for segments this long (the root of
             queries x keys).
     """
@@ -400,7 +399,6 @@ class KernelTimes:
     """Measured times of one kernel.
 
     Attributes:
-        kernel: its name.
         forward_call_ns, backward_call_ns: of a call with next to nothing in it; paid once, however many segments.
         causal, full: squares with a causal mask and without, by ascending length.
     """

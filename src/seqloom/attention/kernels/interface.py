@@ -113,6 +113,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""That attention takes; a kernel may take fewer."""
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """dq, dk, dv."""
 
