@@ -31,7 +31,7 @@ from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAtten
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.plan import AttentionOptions, plan_attention
 from seqloom.dist.rows import put, take
-from seqloom.dist.token_layout import Context, TokenRedistribute, bind_single_rank
+from seqloom.dist.token_binding import Context, TokenRedistribute, bind_single_rank
 from seqloom.errors import SeqloomError
 
 Groups = tuple[GroupAttention, ...]

@@ -1,6 +1,6 @@
 """Routed transfers (Zeppelin): messages between nodes that travel in parts through several proxies, one per NIC.
 
-`layout.route.staged` cuts a routed move into exchanges that follow each other, the steps. Every rank of the group runs
+`layout.route_move` cuts a routed move into exchanges that follow each other, the steps. Every rank of the group runs
 those in which it sends or receives: its own messages, what it wants of others, and what it only forwards. All ranks run
 them in one order, so no cycle of waits can arise. The received bytes are those sent.
 

@@ -1,6 +1,6 @@
 """Planners by name: one table, and the calls that make plans from it.
 
-To add a planner, write its function ``(lengths, cost, **options) -> Plan`` and add a row to `PLANNERS`.
+To add a planner, write its function ``(lengths, cost, **options) -> Plan`` and add a row to `_TABLE`.
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ def parse_planner(name: str) -> tuple[PlannerSpec, dict[str, Any]]:
     if not colon:
         return spec, {}
     if not spec.option or not number.isdecimal() or int(number) < 1:
+        takers = " and ".join(other.name for other in _TABLE if other.option)
         raise SeqloomError(
-            f"planner {name!r}: only static and pipeline take an option, a degree or a number of stages, "
+            f"planner {name!r}: only {takers} take an option, a degree or a number of stages, "
             "for example static:64 or pipeline:4"
         )
     return spec, {spec.option: int(number)}

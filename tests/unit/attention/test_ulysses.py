@@ -5,7 +5,7 @@ import torch
 
 from seqloom.attention.context_parallel.ulysses import HeadSplit, UlyssesExchange
 from seqloom.dist.threads import run_ranks
-from seqloom.dist.token_layout import BoundGroup
+from seqloom.dist.token_binding import BoundGroup
 from seqloom.layout import Span
 from seqloom.plan import Group
 

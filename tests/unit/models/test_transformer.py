@@ -5,7 +5,7 @@ import torch
 
 from seqloom.describe import ModelSpec
 from seqloom.dist.threads import run_ranks
-from seqloom.dist.token_layout import bind
+from seqloom.dist.token_binding import bind
 from seqloom.errors import SeqloomError
 from seqloom.models import Rope, Transformer, TransformerOptions
 

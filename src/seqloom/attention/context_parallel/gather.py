@@ -27,7 +27,7 @@ from seqloom.attention.tiles import (
     prepare_tiles,
 )
 from seqloom.dist.rows import add, count, inverse_permutation, take
-from seqloom.dist.token_layout import BoundGroup
+from seqloom.dist.token_binding import BoundGroup
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 
 
