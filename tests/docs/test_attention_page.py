@@ -17,7 +17,7 @@ from seqloom.cost.communication import Communication
 from seqloom.cost.shapes import GroupShape
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.dist import run_ranks
-from seqloom.dist.token_binding import bind
+from seqloom.dist.rank_tokens import bind
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 from support.transports import CountingTransport

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.dist.token_binding import bind
+from seqloom.dist.rank_tokens import bind
 from support.strategies_attention import cases, cases_of_many_groups, cases_of_zones
 
 

@@ -17,7 +17,7 @@ import torch
 
 from seqloom.attention.context_parallel import KVCache
 from seqloom.attention.kernels import Kernel
-from seqloom.dist.token_binding import Context, bind
+from seqloom.dist.rank_tokens import Context, bind
 from seqloom.dist.transport import Transport
 from seqloom.layout import Span
 from seqloom.models.recompute import run_checkpointed

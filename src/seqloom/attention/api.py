@@ -30,8 +30,8 @@ from seqloom.attention.context_parallel.overlap import (
 from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAttention, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.plan import AttentionOptions, plan_attention
+from seqloom.dist.rank_tokens import Context, TokenRedistribute, bind_single_rank
 from seqloom.dist.rows import put, take
-from seqloom.dist.token_binding import Context, TokenRedistribute, bind_single_rank
 from seqloom.errors import SeqloomError
 
 Groups = tuple[GroupAttention, ...]

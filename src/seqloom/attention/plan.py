@@ -37,7 +37,7 @@ from seqloom.attention.kernels.interface import (
 from seqloom.attention.lse import merge_ops, sum_dtype
 from seqloom.attention.masks import Segments
 from seqloom.attention.tiles import LocalHeads, ZigzagChunks, prepare
-from seqloom.dist.token_binding import BoundGroup, Context
+from seqloom.dist.rank_tokens import BoundGroup, Context
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Method
 

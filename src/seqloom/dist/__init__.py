@@ -1,15 +1,15 @@
 """Moves tensors between ranks and computes nothing.
 
 `transport` is what the engine asks of a network, `torch_transport` runs it on torch.distributed, `threads` on threads
-of one process (`strict` enforces NCCL's rules there). `token_binding` tells a rank which tokens it holds and moves them
+of one process (`strict` enforces NCCL's rules there). `rank_tokens` tells a rank which tokens it holds and moves them
 between layouts, `tensor_parallel` gathers them for ranks that share weights, `resharding` moves weights between
 layouts, `routed` sends messages between nodes over all NICs.
 """
 
+from seqloom.dist.rank_tokens import Context, bind, bind_single_rank, pieces_of_plan, run_in_mlp_layout
 from seqloom.dist.resharding import Resharder
 from seqloom.dist.tensor_parallel import all_gather_rows, attention_context, reduce_scatter_rows
 from seqloom.dist.threads import Ranks, SingleRankTransport, run_ranks
-from seqloom.dist.token_binding import Context, bind, bind_single_rank, pieces_of_plan, run_in_mlp_layout
 from seqloom.dist.torch_transport import Communicators, TorchTransport
 from seqloom.dist.transport import Message, P2PChannel, P2PDirection, P2PTensor, Transport
 

@@ -34,7 +34,7 @@ from seqloom.layout import Layout
 from seqloom.plan import GroupFamily, StageMicroBatch
 
 if TYPE_CHECKING:
-    from seqloom.dist.token_binding import Context
+    from seqloom.dist.rank_tokens import Context
 
 RowMove = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 

@@ -33,8 +33,8 @@ from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.plan import AttentionOptions, plan_attention
 from seqloom.compat import mark_dynamic
 from seqloom.dist import Context
+from seqloom.dist.rank_tokens import TokenRedistribute
 from seqloom.dist.rows import take
-from seqloom.dist.token_binding import TokenRedistribute
 from seqloom.errors import SeqloomError
 from seqloom.models.recompute import LayerWrapper
 

@@ -27,7 +27,7 @@ from seqloom.errors import SeqloomError, unknown_name
 
 if TYPE_CHECKING:
     from seqloom.describe import ModelSpec
-    from seqloom.dist.token_binding import Context
+    from seqloom.dist.rank_tokens import Context
 
 INITIAL_STD = 0.02
 FAMILIES: Mapping[str, Mapping[str, bool]] = {

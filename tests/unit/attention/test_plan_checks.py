@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from seqloom.attention import attention
+from seqloom.dist.rank_tokens import bind
 from seqloom.dist.threads import run_ranks
-from seqloom.dist.token_binding import bind
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, StageMicroBatch

@@ -10,8 +10,8 @@ from seqloom.cost import GroupShape
 from seqloom.cost.communication import Communication, GroupTraffic
 from seqloom.cost.profile import Profile
 from seqloom.describe import Cluster, ModelSpec
+from seqloom.dist.rank_tokens import bind
 from seqloom.dist.threads import run_ranks
-from seqloom.dist.token_binding import bind
 from seqloom.layout import Route, Span
 from seqloom.plan import Checkpoint, Group, Method
 from support.attention_cases import Case

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from seqloom.attention.context_parallel.ulysses import HeadSplit, UlyssesExchange
+from seqloom.dist.rank_tokens import BoundGroup
 from seqloom.dist.threads import run_ranks
-from seqloom.dist.token_binding import BoundGroup
 from seqloom.layout import Span
 from seqloom.plan import Group
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqloom.attention import attention, attention_with_lse
 from seqloom.dist import bind, run_ranks
-from seqloom.dist.token_binding import redistribute_tokens, run_in_mlp_layout
+from seqloom.dist.rank_tokens import redistribute_tokens, run_in_mlp_layout
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import move_between

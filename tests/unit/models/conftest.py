@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from seqloom.describe import ModelSpec
+from seqloom.dist.rank_tokens import bind
 from seqloom.dist.threads import run_ranks
-from seqloom.dist.token_binding import bind
 from seqloom.layout import Span
 from seqloom.models import Transformer, TransformerOptions
 from seqloom.plan import Checkpoint, Group, StageMicroBatch

@@ -26,8 +26,8 @@ from seqloom.attention.tiles import (
     gather_schedule,
     prepare_tiles,
 )
+from seqloom.dist.rank_tokens import BoundGroup
 from seqloom.dist.rows import add, count, inverse_permutation, take
-from seqloom.dist.token_binding import BoundGroup
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 
 

@@ -37,8 +37,8 @@ from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.lse import merge_ops
 from seqloom.attention.masks import Segments
 from seqloom.attention.tiles import LocalHeads, Tile, prepare_tiles
+from seqloom.dist.rank_tokens import BoundGroup, Context
 from seqloom.dist.rows import RowIndex, count, on_device, put, slice_or_index, take
-from seqloom.dist.token_binding import BoundGroup, Context
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Group

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
-from seqloom.dist.token_binding import TokenRedistribute, redistribute_tokens
+from seqloom.dist.rank_tokens import TokenRedistribute, redistribute_tokens
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
 from seqloom.integrations.transformers.tensor_parallel import Region

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.dist import bind_single_rank
-from seqloom.dist.token_binding import bind
+from seqloom.dist.rank_tokens import bind
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
