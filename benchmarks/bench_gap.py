@@ -46,12 +46,12 @@ def simple_bound(lengths: np.ndarray, cost: CostModel) -> float:
         degree, capacity = tables[0].degree[:, None], max(table.capacity for table in tables)
         rounds = tables[0].tokens.sum() / (cost.ranks * capacity)
         rounds = np.ceil(rounds) if cost.shard_group_size == cost.ranks else rounds
-        lanes = []
-        for lane in range(len(tables[0].cost)):
-            work = np.min([table.cost[lane] * degree for table in tables], axis=0)
+        streams = []
+        for stream in range(len(tables[0].cost)):
+            work = np.min([table.cost[stream] * degree for table in tables], axis=0)
             work = np.where(tables[0].tokens <= degree * capacity, work, np.iinfo(np.int64).max).min(axis=0).sum()
-            lanes.append(work / cost.ranks + rounds * min(table.fixed[lane].min() for table in tables))
-        bounds.append(float(max(lanes)) + min(cost.step_overhead_ns(policy) for policy in policies))
+            streams.append(work / cost.ranks + rounds * min(table.fixed[stream].min() for table in tables))
+        bounds.append(float(max(streams)) + min(cost.step_overhead_ns(policy) for policy in policies))
     return min(bounds)
 
 

@@ -11,7 +11,7 @@ largest, as in the published planner and in the replay that the targets come fro
 
 Switching: 300 ms for every strategy but the first (a constant stored beside the tables), or from bytes: every GPU takes
 in the bf16 parameters it computes with from owners spread over all GPUs and sends float32 gradients back, through one
-card of 25 GB/s each (assumed); nothing hidden, or all but the first and last of 62 bundles behind forward and backward.
+nic of 25 GB/s each (assumed); nothing hidden, or all but the first and last of 62 bundles behind forward and backward.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def fixed_packing_s(step: np.ndarray, context: int) -> float:
 
 
 def moved_ns(chosen: Strategy) -> tuple[int, int]:
-    """(parameters in, gradients out) of the fullest GPU, ns on its card."""
+    """(parameters in, gradients out) of the fullest GPU, ns on its nic."""
     held = PARAMETERS / min(pipe.parallel.tensor * pipe.parallel.stages for pipe in chosen.pipelines)
     away = held * (GPUS - NODE) / GPUS
     return round(2 * away / CARD_BYTES_NS), round(4 * away / CARD_BYTES_NS)

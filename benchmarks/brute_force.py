@@ -71,8 +71,8 @@ def single_group(tables: CostTables, degree: int) -> np.ndarray:
     member = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1
     best = np.full(1 << n, NEVER)
     for shape in np.flatnonzero(tables.degree == degree):
-        lanes = tables.fixed[:, shape, None] + np.einsum("sk,lk->ls", member, tables.cost[:, shape])
-        best = np.minimum(best, lanes.max(axis=0))
+        streams = tables.fixed[:, shape, None] + np.einsum("sk,lk->ls", member, tables.cost[:, shape])
+        best = np.minimum(best, streams.max(axis=0))
     best[member @ tables.tokens > degree * tables.capacity] = NEVER
     best[0] = 0
     return best

@@ -39,7 +39,7 @@ class Instant:
 
     rank, ranks, waits_in_stream = RANK, HOSTS, False
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: object) -> Instant:
+    def send(self, tensor: torch.Tensor, peer: int, direction: object) -> Instant:
         """Send nothing."""
         return self
 

@@ -30,7 +30,7 @@ settings.load_profile("test")  # the option --hypothesis-profile comes later and
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """The process that workers and ranks of this session are forks of: it loads torch and transformers once for all."""
+    """Start the process that forks workers and ranks, so that torch and transformers are loaded once."""
     multiprocessing.set_forkserver_preload(
         ["seqloom.dist.torch_transport", "seqloom.train.launch", "seqloom.integrations.transformers.loading"]
     )

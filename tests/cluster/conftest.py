@@ -1,4 +1,4 @@
-"""Two nodes of four ranks with four cards each, and a gloo process for every rank, for all tests of this folder."""
+"""Two nodes of four ranks with four nics each, and a gloo process for every rank, for all tests of this folder."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def pool(hosts):
     """`pool.run(body, *args)`: the body on all eight ranks."""
     from support.workers import Workers  # imports torch: not where all is skipped
 
-    with Workers(8, enter=hosts.seats) as pool:
+    with Workers(8, enter=hosts.enter_namespace) as pool:
         yield pool
 
 

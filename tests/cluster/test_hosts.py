@@ -1,4 +1,4 @@
-"""The harness itself: cards are as slow as they should be, messages take the right ones, nothing is left behind."""
+"""The harness itself: nics are as slow as they should be, messages take the right ones, nothing is left behind."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def send(transport, sender, receiver, size):
 
 
 def carried(hosts, run):
-    """Bytes that each card of each node sent meanwhile, and what was returned."""
+    """Bytes that each nic of each node sent meanwhile, and what was returned."""
     before = hosts.bytes_sent()
     found = run()
     after = hosts.bytes_sent()
@@ -45,14 +45,14 @@ def carried(hosts, run):
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 4), (1, 6), (6, 1), (3, 4)])
 def test_a_message_leaves_through_the_card_near_its_sender(hosts, pool, sender, receiver):
     sent, _ = carried(hosts, lambda: pool.run(send, sender, receiver, SIZE))
-    node, card = sender // hosts.ranks, hosts.near(sender)
-    assert SIZE <= sent[node][card] < 1.06 * SIZE
-    sent[node][card] = 0
+    node, nic = sender // hosts.ranks, hosts.near(sender)
+    assert SIZE <= sent[node][nic] < 1.06 * SIZE
+    sent[node][nic] = 0
     assert sum(map(sum, sent)) < 0.03 * SIZE  # acknowledgements
 
 
 def test_a_card_has_its_rate(hosts, pool):
-    """The fastest of some runs: a busy machine may be slower, a card is never faster."""
+    """The fastest of some runs: a busy machine may be slower, a nic is never faster."""
     seconds = min(max(pool.run(send, 2, 7, SIZE)) for _ in range(3))
     assert 8e-6 * SIZE / seconds == pytest.approx(PAYLOAD * hosts.rate_mbit, rel=0.1)
 
@@ -63,7 +63,7 @@ def test_a_message_inside_a_node_takes_no_card(hosts, pool):
 
 
 def test_two_cards_carry_twice_as_much(hosts, pool):
-    """Two senders near two cards, and two receivers: the cards do not share anything."""
+    """Two senders near two nics, and two receivers: the nics do not share anything."""
     one, two, double = (min(max(pool.run(*task)) for _ in range(2)) for task in TASKS)
     assert two < 1.3 * one and double > 1.7 * one
 
@@ -96,7 +96,7 @@ def hang(transport):
     transport.all_reduce(torch.ones(1), (0, 1)) if transport.rank else time.sleep(100)
 
 if __name__ == "__main__":
-    pool = Workers(2, enter=Hosts(nodes=2, ranks=1, nics=1).seats)
+    pool = Workers(2, enter=Hosts(nodes=2, ranks=1, nics=1).enter_namespace)
     print(*pool.run(where), flush=True)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     pool.run(hang)

@@ -1,4 +1,4 @@
-"""Routed messages really use all cards: measured beside direct ones, counted card by card, compared bit by bit."""
+"""Routed messages really use all nics: measured beside direct ones, counted nic by nic, compared bit by bit."""
 
 import time
 
@@ -43,7 +43,7 @@ def deliver(transport, boxes, route):
 
 
 def measured(hosts, pool, boxes, route):
-    """Seconds of the slowest rank, and the bytes of every card of every node; the payload was right."""
+    """Seconds of the slowest rank, and the bytes of every nic of every node; the payload was right."""
     before = hosts.bytes_sent()
     found = pool.run(deliver, boxes, route)
     after = hosts.bytes_sent()
@@ -59,7 +59,7 @@ def side_by_side(hosts, pool, boxes, route, runs=3):
 
 
 def level(sent):
-    """Whether every card of every node carried the mean of its node, within 5 %."""
+    """Whether every nic of every node carried the mean of its node, within 5 %."""
     return bool((abs(sent / sent.mean(axis=1, keepdims=True) - 1) < 0.05).all())
 
 
@@ -85,7 +85,7 @@ def test_the_messages_of_a_ring_share_all_cards_in_both_directions(hosts, pool, 
 
 
 def test_what_a_whole_node_wants_crosses_once(hosts, pool, figures):
-    """Direct, one card carries it four times."""
+    """Direct, one nic carries it four times."""
     boxes = [(0, receiver, 0, 0, SIZE // 4) for receiver in (4, 5, 6, 7)]
     ratio, direct, routed = side_by_side(hosts, pool, boxes, ROUTE)
     figures["1 MB that all ranks of a node want"] = ratio
@@ -94,7 +94,7 @@ def test_what_a_whole_node_wants_crosses_once(hosts, pool, figures):
 
 
 def test_unequal_senders_fill_the_cards_evenly(hosts, pool):
-    """By turns the cards near the senders would carry 1.5 MB, 0.5 MB and nothing."""
+    """By turns the nics near the senders would carry 1.5 MB, 0.5 MB and nothing."""
     boxes = [(0, 5, 0, 0, 1_500_000), (1, 7, 1, 0, 500_000), (2, 3, 2, 0, 500_000)]
     _, sent = measured(hosts, pool, boxes, ROUTE)
     assert level(sent[:1]) and 2_000_000 <= sent[0].sum() < 2_150_000

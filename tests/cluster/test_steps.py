@@ -42,7 +42,7 @@ def stepped(transport, step, plan):
 
 
 def measured(hosts, pool, plan):
-    """Seconds of the slowest rank, what all ranks found, and the bytes of every card of every node."""
+    """Seconds of the slowest rank, what all ranks found, and the bytes of every nic of every node."""
     before = np.array(hosts.bytes_sent())
     seconds, found = zip(*pool.run(stepped, STEP, plan), strict=True)
     return max(seconds), found, np.array(hosts.bytes_sent()) - before
@@ -63,14 +63,14 @@ def agree(alone, plain, through):
 
 
 def level(sent):
-    """Whether the cards of a node carry the same within 10 %; gradients, which are not routed, are in it."""
+    """Whether the nics of a node carry the same within 10 %; gradients, which are not routed, are in it."""
     return bool((abs(sent / sent.mean(axis=1, keepdims=True) - 1) < 0.1).all())
 
 
 @pytest.mark.parametrize(
     ("ulysses", "ring", "idle", "faster"),
     [
-        (1, 8, 3, 1.5),  # rank 3 sends to 4, rank 7 to 0: three cards of four have nothing to do
+        (1, 8, 3, 1.5),  # rank 3 sends to 4, rank 7 to 0: three nics of four have nothing to do
         (2, 4, 2, 1.05),  # two rings
     ],
 )
@@ -87,7 +87,7 @@ def test_a_step_is_faster_with_routes_and_finds_the_same(hosts, pool, figures, a
 
 
 def test_gathered_keys_and_values_cross_once_for_a_whole_node(hosts, pool, alone):
-    """Direct, all cards have work, but carry what four ranks want four times."""
+    """Direct, all nics have work, but carry what four ranks want four times."""
     plans = [planned(1, 8, Method.GATHER, route) for route in (None, ROUTE)]
     (_, plain, before), (_, through, after) = (measured(hosts, pool, plan) for plan in plans)
     agree(alone, plain, through)

@@ -46,7 +46,7 @@ CASES = {
     "unified": spread(2, 2),
     "unified, eight ranks": spread(4, 2, heads=(8, 1)),
     "unified, eight ranks, gather": spread(2, 4, method="gather"),
-    "teams, unified, eight ranks": spread(2, 2, heads=(4, 2)).in_teams(2),
+    "tp_groups, unified, eight ranks": spread(2, 2, heads=(4, 2)).in_tp_groups(2),
     "tokens on few ranks": Case.one_group((1, 2), 4, 2, 8, 2, 3),
     "groups that share ranks": Case(
         (11, 8, 40, 5),
@@ -91,7 +91,7 @@ def test_pieces_of_a_document_on_processes(gloo_pool, shape, window, tensor):
     """Two pieces of 40 and 1 tokens, whole documents beside the second; several parcels in one exchange."""
     whole = Case((5, 41, 9), 8, 2, 16, shape[0] * shape[1], (), window=window)
     rounds = [[Span(1, 0, 40)], [Span(0, 0, 5), Span(1, 40, 41), Span(2, 0, 9)]]
-    case = PiecesCase.on_one_group(whole, rounds, *shape, layers=2).in_teams(tensor)
+    case = PiecesCase.on_one_group(whole, rounds, *shape, layers=2).in_tp_groups(tensor)
     inputs = case.inputs(torch.float64)
     parts = gloo_pool.run(attend_pieces, case, inputs, ranks=case.world)
     for own, given in zip(zip(*parts, strict=True), inputs, strict=True):

@@ -171,7 +171,7 @@ def test_communicators_need_torch_distributed():
 
 
 def reshard_case():
-    """Two stages, the first one a team of 2, beside a stage of 2 ranks; rank 5 is idle; the table is tied."""
+    """Two stages, the first one a tp_group of 2, beside a stage of 2 ranks; rank 5 is idle; the table is tied."""
     weights = (
         Weight("table", 11, 3, ("embedding", "head")),
         Weight("0.q", 8, 5, (0,), 0),

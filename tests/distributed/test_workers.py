@@ -85,20 +85,23 @@ def test_a_hang_ends_in_time_and_says_where(pool):
 
 
 def take_a_seat(rank):
-    os.environ["SEAT"] = f"seat {rank}"
+    os.environ["SEAT"] = f"placement {rank}"
     if rank == 2:
-        raise OSError("no such seat")
+        raise OSError("no such placement")
 
 
-def seat(transport):
+def placement(transport):
     return os.environ["SEAT"]
 
 
 def test_every_process_takes_its_seat_first_and_an_error_there_is_heard():
     with Workers(2, enter=take_a_seat) as pool:
-        assert pool.run(seat) == pool.run(seat) == ["seat 0", "seat 1"]
-    with Workers(3, enter=take_a_seat) as pool, pytest.raises(WorkerError, match=r"(?s)rank 2 of 3: .*no such seat"):
-        pool.run(seat)
+        assert pool.run(placement) == pool.run(placement) == ["placement 0", "placement 1"]
+    with (
+        Workers(3, enter=take_a_seat) as pool,
+        pytest.raises(WorkerError, match=r"(?s)rank 2 of 3: .*no such placement"),
+    ):
+        pool.run(placement)
 
 
 def test_bad_requests_are_refused(pool):

@@ -1,4 +1,4 @@
-"""Rounds in which ranks are in several groups: rank composition, network cards and links, routes, remapping."""
+"""Rounds in which ranks are in several groups: rank composition, NICs and links, routes, remapping."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_ranks_compose_their_groups(drawn):
 
 @given(rounds())
 def test_cards_carry_all_bytes_that_leave(drawn):
-    """Occupancy x bandwidth over all cards = bytes counted message by message, within rounding."""
+    """Occupancy x bandwidth over all nics = bytes counted message by message, within rounding."""
     cost, work, policy = drawn
     cluster, links = cost.cluster, cost.engine.links
     expected = 0.0
@@ -102,7 +102,7 @@ def test_cards_carry_all_bytes_that_leave(drawn):
 
 
 def shared_ns(cost, group, node, shape, checkpoint):
-    """ns of keys and values on cards, all cards together."""
+    """ns of keys and values on nics, all nics together."""
     u, r, links = group.ulysses, group.ring, cost.engine.links
     if r == 1:
         return 0.0
@@ -129,8 +129,8 @@ def test_a_route_pays_above_a_size_and_the_tables_say_so(spelling):
     for method in Method:
         pair = (plain._replace(method=method), plain._replace(method=method, routed=True))
         tables = cost.tables(lengths, FULL, pair)
-        lanes = tables.fixed[:, :, None] + tables.cost
-        shown = lanes[1] if method == Method.RING else lanes[0]
+        streams = tables.fixed[:, :, None] + tables.cost
+        shown = streams[1] if method == Method.RING else streams[0]
         faster = shown[1] < shown[0]
         assert not faster[0] and faster[-1]
         assert (np.diff(faster.astype(int)) >= 0).all()

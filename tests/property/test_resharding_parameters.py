@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 @given(st.data())
 def test_one_model_under_random_pipelines(threads, data):
     step = data.draw(pipeline_steps())
-    draw = side_by_side_plans(step, teams=True, sharding=Sharding.FREE)
+    draw = side_by_side_plans(step, tp_groups=True, sharding=Sharding.FREE)
     drawn = [data.draw(draw) for _ in range(3)]
     plans = [plan for plan in drawn if plan.limits.ranks == drawn[0].limits.ranks]
 

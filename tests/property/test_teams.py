@@ -1,4 +1,4 @@
-"""Attention in teams is attention in one process: members compute slices of heads, columns of them share keys."""
+"""Attention in tp_groups is attention in one process: members compute slices of heads, columns of them share keys."""
 
 import torch
 from hypothesis import given, settings
@@ -17,14 +17,14 @@ FEWER = settings(max_examples=max(1, settings().max_examples // 4))
 
 
 @st.composite
-def in_teams(draw, kinds):
-    """A case with teams of 2 to 4 in the place of its ranks."""
+def in_tp_groups(draw, kinds):
+    """A case with tp_groups of 2 to 4 in the place of its ranks."""
     case = draw(kinds.filter(lambda case: case.world <= MOST_RANKS // 2))
-    return case.in_teams(draw(st.integers(2, min(4, MOST_RANKS // case.world))))
+    return case.in_tp_groups(draw(st.integers(2, min(4, MOST_RANKS // case.world))))
 
 
 @FEW
-@given(case=in_teams(cases() | cases_of_many_groups()), strict=st.booleans())
+@given(case=in_tp_groups(cases() | cases_of_many_groups()), strict=st.booleans())
 def test_teams_are_the_truth(threads, case, strict):
     """Heads for tokens, rings, gathers, windows, several groups of a rank, ranks without any."""
     inputs = case.inputs(torch.float64)
@@ -33,7 +33,7 @@ def test_teams_are_the_truth(threads, case, strict):
 
 
 @FEWER
-@given(case=in_teams(pieces_cases()), strict=st.booleans())
+@given(case=in_tp_groups(pieces_cases()), strict=st.booleans())
 def test_documents_in_pieces_are_the_truth_under_every_checkpoint(threads, case, strict):
     inputs = case.inputs(torch.float64)
     run = threads(case.world).run

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What several tests share: oracles, worker pools, simulated hosts, small models and plans."""

@@ -83,8 +83,8 @@ class Case:
         group = Group(tuple(range(world)), ulysses, ring, spans, Method(method))
         return cls(lengths, heads, kv_heads, dim, world, (group,), **options)
 
-    def in_teams(self, tensor: int) -> Case:
-        """Put a team in the place of every rank, and for every head so many."""
+    def in_tp_groups(self, tensor: int) -> Case:
+        """Put a tp_group in the place of every rank, and for every head so many."""
         groups, world = tuple(of_teams(group, tensor) for group in self.groups), self.world * tensor
         heads, kv_heads = self.heads * tensor, self.kv_heads * tensor
         return replace(self, heads=heads, kv_heads=kv_heads, world=world, groups=groups, tensor=tensor)
@@ -112,7 +112,7 @@ class Case:
 
 
 def of_teams(group: Group, tensor: int) -> Group:
-    """Put a team of neighbours in the place of every rank of a group."""
+    """Put a tp_group of neighbours in the place of every rank of a group."""
     ranks = tuple(rank * tensor + k for rank in group.ranks for k in range(tensor))
     return replace(group, ranks=ranks, ulysses=group.ulysses * tensor)
 
@@ -120,7 +120,7 @@ def of_teams(group: Group, tensor: int) -> Group:
 def attend_in_teams(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, tensor: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `attention_with_lse` of all heads, every member of a team computing its own: what a layer does.
+    """Return `attention_with_lse` of all heads, every member of a tp_group computing its own: what a layer does.
 
     Its projections are the plainest there are: cut heads out going in, and fill up with zeros coming out.
     """

@@ -1,8 +1,8 @@
-"""Nodes with several network cards on one machine: what a cluster does to messages, without a cluster.
+"""Nodes with several NICs on one machine: what a cluster does to messages, without a cluster.
 
-    with Hosts(nodes=2, ranks=4, nics=4, rate_mbit=200) as hosts, Workers(8, enter=hosts.seats) as pool:
+    with Hosts(nodes=2, ranks=4, nics=4, rate_mbit=200) as hosts, Workers(8, enter=hosts.enter_namespace) as pool:
         pool.run(body)
-        print(hosts.bytes_sent())                    # of every node, of every card
+        print(hosts.bytes_sent())                    # of every node, of every nic
 
 A node, a rank and the switch between the nodes are network namespaces, joined by virtual cables:
 
@@ -11,10 +11,10 @@ A node, a rank and the switch between the nodes are network namespaces, joined b
     rank 2 --+          +-- nic 2 --+          +-- nic 2 --+          +-- rank 6
     rank 3 --+          +-- nic 3 --+          +-- nic 3 --+          +-- rank 7
 
-Cables inside a node are as fast as the machine. A card is shaped to its rate, in each direction for itself. What a rank
-sends to another node leaves through the card near the sender and arrives through the card near the receiver, as it does
-where every GPU has its own card. A rank has a namespace of its own because gloo does not choose the address that it
-connects from: on a node's several addresses the kernel would, and half of the messages took another card.
+Cables inside a node are as fast as the machine. A nic is shaped to its rate, in each direction for itself. What a rank
+sends to another node leaves through the nic near the sender and arrives through the nic near the receiver, as it does
+where every GPU has its own nic. A rank has a namespace of its own because gloo does not choose the address that it
+connects from: on a node's several addresses the kernel would, and half of the messages took another nic.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from support.namespaces import Namespace, enter
 
 LINK = "link0"
 """The interface of a rank, in its own namespace."""
-BURST_KIB = 32  # what a card passes at once after a pause
-WINDOW = "4096 131072 1048576"  # bytes, least to most, that TCP has under way: a card's queue stays short
+BURST_KIB = 32  # what a nic passes at once after a pause
+WINDOW = "4096 131072 1048576"  # bytes, least to most, that TCP has under way: a nic's queue stays short
 AFTER_MAIN = 40_000  # priority of rules that apply to what the table of neighbours does not know
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
-    """Where the processes of a job live, for `Workers`: `seats(rank)` moves the calling thread there."""
+class EnterNamespace:
+    """Moves the calling process into the network namespace of its rank; `Workers` calls it."""
 
     paths: tuple[str, ...]
 
@@ -49,13 +49,13 @@ class Seats:
 
 
 class Hosts:
-    """Nodes, their cards and ranks. They go away with the value; end the processes in them first.
+    """Nodes, their nics and ranks. They go away with the value; end the processes in them first.
 
     Attributes:
         nodes: number of them.
         ranks: of one node.
-        nics: cards of one node; rank i of a node is near card `i * nics // ranks`.
-        rate_mbit: Mbit/s of a card, with all headers, in each direction.
+        nics: nics of one node; rank i of a node is near nic `i * nics // ranks`.
+        rate_mbit: Mbit/s of a nic, with all headers, in each direction.
     """
 
     def __init__(self, *, nodes: int = 2, ranks: int = 4, nics: int = 4, rate_mbit: int = 200) -> None:
@@ -70,7 +70,7 @@ class Hosts:
             self._nodes = [self._namespace(forwards=True) for _ in range(nodes)]
             self._ranks = [self._namespace() for _ in range(nodes * ranks)]
             for node in range(nodes):
-                self._plug_cards(node)
+                self._plug_nics(node)
                 self._plug_ranks(node)
         except BaseException:
             self.close()
@@ -85,18 +85,18 @@ class Hosts:
         self.close()
 
     @property
-    def seats(self) -> Seats:
-        """Where the ranks live, for `Workers(..., enter=hosts.seats)`."""
-        return Seats(tuple(space.path for space in self._ranks))
+    def enter_namespace(self) -> EnterNamespace:
+        """The function that `Workers(..., enter=hosts.enter_namespace)` calls on every rank."""
+        return EnterNamespace(tuple(space.path for space in self._ranks))
 
     def near(self, rank: int) -> int:
-        """Return the card of its node that a rank of the world is near."""
+        """Return the nic of its node that a rank of the world is near."""
         return rank % self.ranks * self.nics // self.ranks
 
     def bytes_sent(self) -> list[list[int]]:
-        """Return what the cards have sent so far: of every node, of every card, in bytes."""
+        """Return what the nics have sent so far: of every node, of every nic, in bytes."""
         found = [node.bytes_sent() for node in self._nodes]
-        return [[sent[f"nic{card}"] for card in range(self.nics)] for sent in found]
+        return [[sent[f"nic{nic}"] for nic in range(self.nics)] for sent in found]
 
     def close(self) -> None:
         """Remove everything."""
@@ -113,21 +113,21 @@ class Hosts:
             space.write("ipv4/tcp_wmem", WINDOW)
         return space
 
-    def _plug_cards(self, node: int) -> None:
-        """Join the cards of a node with the switch, which knows behind which card every rank is."""
+    def _plug_nics(self, node: int) -> None:
+        """Join the nics of a node with the switch, which knows behind which nic every rank is."""
         here, switch = self._nodes[node], self._switch
-        for card in range(self.nics):
-            net, port = f"10.{node}.{100 + card}", f"port{node}-{card}"
-            _plug(switch, port, f"{net}.1", here, f"nic{card}", f"{net}.2")
+        for nic in range(self.nics):
+            net, port = f"10.{node}.{100 + nic}", f"port{node}-{nic}"
+            _plug(switch, port, f"{net}.1", here, f"nic{nic}", f"{net}.2")
             shape = f"root tbf rate {self.rate_mbit}mbit burst {BURST_KIB}kb limit 16mb"
-            here.tc([f"qdisc add dev nic{card} {shape}"])
+            here.tc([f"qdisc add dev nic{nic} {shape}"])
             switch.tc([f"qdisc add dev {port} {shape}"])
-        switch.ip([f"route add 10.{node}.{i}.0/24 via 10.{node}.{100 + card}.2" for i, card in self._places()])
+        switch.ip([f"route add 10.{node}.{i}.0/24 via 10.{node}.{100 + nic}.2" for i, nic in self._places()])
 
     def _plug_ranks(self, node: int) -> None:
-        """Join the ranks of a node with it. What goes further takes the card near the rank that it comes from."""
+        """Join the ranks of a node with it. What goes further takes the nic near the rank that it comes from."""
         here = self._nodes[node]
-        for place, card in self._places():
+        for place, nic in self._places():
             own = self._ranks[node * self.ranks + place]
             net, table = f"10.{node}.{place}", 1000 + place
             _plug(here, f"rank{place}", f"{net}.1", own, LINK, f"{net}.2")
@@ -135,12 +135,12 @@ class Hosts:
             here.ip(
                 [
                     f"rule add from {net}.2 table {table} priority {AFTER_MAIN}",
-                    f"route add default via 10.{node}.{100 + card}.1 table {table}",
+                    f"route add default via 10.{node}.{100 + nic}.1 table {table}",
                 ]
             )
 
     def _places(self) -> Iterator[tuple[int, int]]:
-        """Every rank of a node, and the card near it."""
+        """Every rank of a node, and the nic near it."""
         return ((place, self.near(place)) for place in range(self.ranks))
 
 

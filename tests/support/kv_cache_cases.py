@@ -58,10 +58,10 @@ class PiecesCase:
         order = (*(("F", n) for n in numbers), *(("B", n) for n in reversed(numbers)))
         return cls(whole, groups, order, **options)
 
-    def in_teams(self, tensor: int) -> PiecesCase:
-        """See `Case.in_teams`."""
+    def in_tp_groups(self, tensor: int) -> PiecesCase:
+        """See `Case.in_tp_groups`."""
         rounds = tuple(tuple(of_teams(group, tensor) for group in groups) for groups in self.rounds)
-        return replace(self, whole=self.whole.in_teams(tensor), rounds=rounds)
+        return replace(self, whole=self.whole.in_tp_groups(tensor), rounds=rounds)
 
     @property
     def world(self) -> int:

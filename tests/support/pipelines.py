@@ -165,19 +165,19 @@ def piece_rounds(
         sharding: of the plan.
     """
     count = draw(st.integers(1, 5))
-    seats: list[list[Span]] = [[] for _ in range(count)]
+    placements: list[list[Span]] = [[] for _ in range(count)]
     for document, length in enumerate(lengths):
         cuts = draw(st.sets(st.integers(1, length - 1), max_size=count - 1)) if min(length, count) > 1 else set()
         where = sorted(draw(st.permutations(range(count)))[: len(cuts) + 1])
         for number, (start, stop) in zip(where, pairwise([0, *sorted(cuts), length]), strict=True):
-            seats[number].append(Span(document, start, stop))
-    return draw(grouped_rounds([spans for spans in seats if spans], len(lengths), stages, own, sharding))
+            placements[number].append(Span(document, start, stop))
+    return draw(grouped_rounds([spans for spans in placements if spans], len(lengths), stages, own, sharding))
 
 
 @st.composite
 def grouped_rounds(
     draw: st.DrawFn,
-    seats: Sequence[list[Span]],
+    placements: Sequence[list[Span]],
     documents: int,
     stages: Sequence[Stage],
     own: Limits,
@@ -199,7 +199,7 @@ def grouped_rounds(
                 for s, stage in enumerate(stages)
             )
         )
-        for spans in seats
+        for spans in placements
     )
 
 
@@ -214,7 +214,7 @@ def _works(
 ) -> StageMicroBatch:
     """Draw one stage's share: spans of one shape form a group; now and then linear layers have their own layout.
 
-    In teams they never have.
+    In tp_groups they never have.
     """
     by_shape: dict[Shape, list[Span]] = {}
     for span, shape in zip(spans, shapes, strict=True):

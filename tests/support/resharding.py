@@ -52,7 +52,7 @@ class ReshardCase:
             for s, (stage, part) in enumerate(zip(pipeline.stages, pipeline.layer_ranges, strict=True)):
                 if rank not in stage.ranks:
                     continue
-                team, member = divmod(stage.ranks.index(rank), stage.tensor)
+                tp_group, member = divmod(stage.ranks.index(rank), stage.tensor)
                 ends = ["embedding"] * part.has_embedding + ["head"] * part.has_head
                 homes = {*range(part.first, part.stop), *ends}
                 for k, weight in enumerate(self.weights):
@@ -62,7 +62,7 @@ class ReshardCase:
                         wholes[k] if weight.tp_axis is None else _chunk(wholes[k], stage.tensor, weight.tp_axis, member)
                     )
                     if (p, s) in per_pass:
-                        own = _chunk(own, len(stage.ranks) // stage.tensor, 0, team)
+                        own = _chunk(own, len(stage.ranks) // stage.tensor, 0, tp_group)
                     if k not in found or found[k].numel() < own.numel():  # one stage keeps it whole
                         found[k] = own
         return _filled(found)

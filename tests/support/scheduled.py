@@ -27,11 +27,11 @@ def scheduled_steps(draw: st.DrawFn, name: str) -> tuple[Step, Plan]:
     schedule = build_schedule(name, hosts, len(pieces), pieces)
     lengths = [draw(st.integers(count, 9)) for count in pieces]
     beside = draw(st.lists(st.integers(0, len(schedule.units) - 1), max_size=2))
-    seats = unit_spans(schedule, lengths, beside, length=draw(st.integers(1, 5)))
+    placements = unit_spans(schedule, lengths, beside, length=draw(st.integers(1, 5)))
     spec = tiny_spec(layers=len(schedule.pp_ranks), tied=draw(st.booleans()), hidden=8, ffn=8)
     own = ample(hosts * width, spec.heads)
     stages = stages_on(schedule.pp_ranks, width, spec.layers)
-    rounds = draw(grouped_rounds(seats, len(lengths) + len(beside), stages, own, Sharding.FULL))
+    rounds = draw(grouped_rounds(placements, len(lengths) + len(beside), stages, own, Sharding.FULL))
     return scheduled(schedule, spec, stages, rounds, own)
 
 
@@ -44,13 +44,13 @@ def unit_spans(schedule: Schedule, lengths: Sequence[int], beside: Sequence[int]
         beside: units with a whole document more.
         length: of these.
     """
-    seats: list[list[Span]] = []
+    placements: list[list[Span]] = []
     for sequence, piece, count in schedule.units:
         low, high = (lengths[sequence] * (piece + k) // count for k in (0, 1))
-        seats.append([Span(sequence, low, high)])
+        placements.append([Span(sequence, low, high)])
     for document, unit in enumerate(beside, len(lengths)):
-        seats[unit].append(Span(document, 0, length))
-    return seats
+        placements[unit].append(Span(document, 0, length))
+    return placements
 
 
 def scheduled(
@@ -81,11 +81,11 @@ def fixed_step(
         tied: whether the head is the table of tokens.
     """
     schedule = build_schedule(name, hosts, len(pieces), list(pieces))
-    seats = unit_spans(schedule, [5 + 7 * count for count in pieces], (0, len(schedule.units) - 1), length=4)
+    placements = unit_spans(schedule, [5 + 7 * count for count in pieces], (0, len(schedule.units) - 1), length=4)
     spec = tiny_spec(layers=len(schedule.pp_ranks) + 1, tied=tied)
     stages, own = stages_on(schedule.pp_ranks, width, spec.layers), ample(hosts * width, spec.heads)
     shape = (1, width) if ring else (width, 1)
-    kinds = [*Checkpoint] * len(seats)
+    kinds = [*Checkpoint] * len(placements)
     rounds = [
         Round(
             tuple(
@@ -93,6 +93,6 @@ def fixed_step(
                 for s, stage in enumerate(stages)
             )
         )
-        for unit, spans in enumerate(seats)
+        for unit, spans in enumerate(placements)
     ]
     return scheduled(schedule, spec, stages, rounds, own)

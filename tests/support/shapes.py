@@ -64,8 +64,8 @@ def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[
     for place, host in enumerate(schedule.pp_ranks):
         begin = first + host * shape.width
         stages.append(Stage(tuple(range(begin, begin + shape.width)), (cuts[place], cuts[place + 1]), shape.tensor))
-    seats = unit_spans(schedule, apart, (), 0)
-    seats[-1] += [Span(number, 0, length) for number, length in enumerate(lengths)][UNITS:]
+    placements = unit_spans(schedule, apart, (), 0)
+    placements[-1] += [Span(number, 0, length) for number, length in enumerate(lengths)][UNITS:]
     rounds = [
         Round(
             tuple(
@@ -76,7 +76,7 @@ def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[
                 for place, stage in enumerate(stages)
             )
         )
-        for unit, spans in enumerate(seats)
+        for unit, spans in enumerate(placements)
     ]
     return Pipeline(tuple(stages), renamed(rounds, documents), schedule.pipeline_actions())
 

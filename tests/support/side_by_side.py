@@ -18,7 +18,7 @@ from support.tables import rows_in_order
 
 @st.composite
 def side_by_side_plans(
-    draw: st.DrawFn, step: Step, *, max_ranks: int = 8, teams: bool = False, sharding: Sharding | None = None
+    draw: st.DrawFn, step: Step, *, max_ranks: int = 8, tp_groups: bool = False, sharding: Sharding | None = None
 ) -> Plan:
     """Draw two or three pipelines for a step: documents dealt to them, pieces, groups and order of each by itself.
 
@@ -28,12 +28,12 @@ def side_by_side_plans(
         draw: given by hypothesis.
         step: its model and documents.
         max_ranks: with a third pipeline.
-        teams: stages may have a tensor degree of 2, where the model's kv heads allow it.
+        tp_groups: stages may have a tensor degree of 2, where the model's kv heads allow it.
         sharding: of the plan; None: any.
     """
     lines, first = [], 0
     for number in range(3):
-        stages = draw(_stages(step.spec.layers, 2 if teams and step.spec.kv_heads % 2 == 0 else 1))
+        stages = draw(_stages(step.spec.layers, 2 if tp_groups and step.spec.kv_heads % 2 == 0 else 1))
         width = max(max(stage.ranks) for stage in stages) + 1
         if number == 2 and (first + width > max_ranks or draw(st.booleans())):
             break

@@ -226,17 +226,17 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
     own = Limits(ranks, node_size, step.spec.heads, tuple((kind, 10**9) for kind in Checkpoint))
     count = draw(st.integers(1, 3))
     shapes = [draw(group_shapes(own, range(ranks))) for _ in range(3)]
-    seats: list[dict[Shape, list[Span]]] = [{} for _ in range(count)]
+    placements: list[dict[Shape, list[Span]]] = [{} for _ in range(count)]
     for document, length in enumerate(step.lengths):
-        chosen = seats[draw(st.integers(0, count - 1))]
+        chosen = placements[draw(st.integers(0, count - 1))]
         chosen.setdefault(draw(st.sampled_from(shapes)), []).append(Span(document, 0, length))
     sharding = draw(st.sampled_from(Sharding))
     shard_groups = own.shard_groups(sharding, tuple(range(ranks)))
     rounds = []
-    for seat in filter(None, seats):
-        busy = {rank for members, _, _ in seat for rank in members}
+    for placement in filter(None, placements):
+        busy = {rank for members, _, _ in placement for rank in members}
         awake = {rank for shard_group in shard_groups if not busy.isdisjoint(shard_group) for rank in shard_group}
-        plain = [Group(*shape, tuple(spans)) for shape, spans in seat.items()]
+        plain = [Group(*shape, tuple(spans)) for shape, spans in placement.items()]
         rounds.append([draw(shared(group, node_size, awake)) for group in plain])
     plan = one_stage_plan(
         rounds,

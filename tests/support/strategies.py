@@ -211,7 +211,7 @@ def _works(
 ) -> StageMicroBatch:
     """Draw one stage's share: spans of equal shape form a group; layouts are explicit now and then.
 
-    Keys of documents in pieces go round from rank to rank, those of others any way. Teams have neither routes nor a
+    Keys of documents in pieces go round from rank to rank, those of others any way. TP groups have neither routes nor a
     linear layout.
     """
     by_shape: dict[Shape, list[Span]] = {}

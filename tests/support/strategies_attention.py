@@ -82,11 +82,11 @@ def cases_of_zones(draw: st.DrawFn) -> Case:
     node_size, nodes = draw(st.sampled_from(((1, 3), (2, 2), (2, 3), (3, 2), (4, 2))))
     zones = draw(st.lists(st.integers(0, 2), min_size=2, max_size=9).map(sorted))
     lengths = tuple(draw(st.integers(1, (60, 30, 12)[zone])) for zone in zones)
-    seats: dict[Group, list[Span]] = {}
+    placements: dict[Group, list[Span]] = {}
     for document, zone in enumerate(zones):
         home = draw(_zone_groups(node_size, nodes, zone))
-        seats.setdefault(home, []).append(Span(document, 0, lengths[document]))
-    groups = tuple(replace(group, spans=tuple(spans)) for group, spans in seats.items())
+        placements.setdefault(home, []).append(Span(document, 0, lengths[document]))
+    groups = tuple(replace(group, spans=tuple(spans)) for group, spans in placements.items())
     case = draw(_completed(lengths, node_size * nodes, groups, max(group.ulysses for group in groups)))
     return replace(case, node_size=node_size)
 

@@ -61,9 +61,7 @@ def _place(
     if random.random() < 0.5:  # near each other
         first = random.integers(cost.ranks - degree + 1)
         ranks = np.arange(first, first + degree)
-    awake = (
-        cost.shard_group_size >= cost.node_size
-    )  # whoever is near a card takes part wherever a rank of the node does
+    awake = cost.shard_group_size >= cost.node_size  # whoever is near a nic takes part wherever a rank of the node does
     return GroupShape(1, degree, method, awake and bool(random.integers(2))), tuple(ranks.tolist())
 
 

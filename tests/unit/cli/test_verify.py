@@ -52,12 +52,15 @@ def test_plans_do_not_change_the_result(settings, dtype):
 
 def test_every_strategy_of_a_run_is_compared_where_it_holds_the_batch(settings, tmp_path):
     """Weights split over ranks beside a pipeline, stages of several ranks; the third holds no document of 90 tokens."""
-    teams, stages = PipelineConfig(ParallelConfig(1, 2), (0, 1), 90), PipelineConfig(ParallelConfig(2, 1), (2, 3), 90)
+    tp_groups, stages = (
+        PipelineConfig(ParallelConfig(1, 2), (0, 1), 90),
+        PipelineConfig(ParallelConfig(2, 1), (2, 3), 90),
+    )
     wide, short = (
         PipelineConfig(ParallelConfig(2, 1, 1, 2), (0, 1, 2, 3), 90),
         PipelineConfig(ParallelConfig(1, 1, 4), (0, 1, 2, 3), 89),
     )
-    listed = [Strategy(each) for each in ((teams, stages), (wide,), (short,))]
+    listed = [Strategy(each) for each in ((tp_groups, stages), (wide,), (short,))]
     (tmp_path / "list.json").write_text(strategies_to_json(listed))
     free = ("plan.planner=hydraulis", "plan.sharding=free", f"plan.strategies={tmp_path / 'list.json'}")
     result = run(*settings, *(word for each in free for word in ("--set", each)), "--json")

@@ -1,4 +1,4 @@
-"""Teams: what the members of one gather and sum, what their column is, and what is refused."""
+"""TP groups: what the members of one gather and sum, what their column is, and what is refused."""
 
 from dataclasses import replace
 
@@ -37,21 +37,21 @@ def tokens(context):
 
 def test_a_team_and_its_column():
     work = work_of(Group(EIGHT, 4, 2, (LONG,), Method.GATHER))
-    team = bind(work, RankOnly(5, 8), tensor=2).tp_group
-    assert (team.ranks, team.index, team.counts) == ((4, 5), 1, (2, 2))
-    assert team.cp_context.work.groups == (Group((1, 3, 5, 7), 2, 2, (LONG,), Method.GATHER),)
-    (group,) = team.cp_context.groups
+    tp_group = bind(work, RankOnly(5, 8), tensor=2).tp_group
+    assert (tp_group.ranks, tp_group.index, tp_group.counts) == ((4, 5), 1, (2, 2))
+    assert tp_group.cp_context.work.groups == (Group((1, 3, 5, 7), 2, 2, (LONG,), Method.GATHER),)
+    (group,) = tp_group.cp_context.groups
     assert (group.block, group.ring_ranks, group.ulysses_index) == ((5, 7), (1, 5), 0)
-    assert tokens(team.cp_context) == tokens(bind(work, RankOnly(4, 8))) + tokens(bind(work, RankOnly(5, 8)))
+    assert tokens(tp_group.cp_context) == tokens(bind(work, RankOnly(4, 8))) + tokens(bind(work, RankOnly(5, 8)))
 
 
 def test_rows_of_members_are_sorted_by_an_index_where_the_plan_lists_documents_otherwise():
     """Rank 0 holds document 1 and the start of 0, rank 1 the rest of 0; each sorts its own rows."""
-    team = bind(work_of(Group((0, 1), 2, 1, (SHORT, LONG))), RankOnly(0, 8), tensor=2).tp_group
+    tp_group = bind(work_of(Group((0, 1), 2, 1, (SHORT, LONG))), RankOnly(0, 8), tensor=2).tp_group
     held = [(0, p) for p in range(6)] + [(1, p) for p in range(5)] + [(0, p) for p in range(6, 16)]
-    assert team.counts == (11, 10)
-    assert [held[row] for row in team.order] == sorted(held) == tokens(team.cp_context)
-    assert team.inverse_order[team.order].tolist() == list(range(21))
+    assert tp_group.counts == (11, 10)
+    assert [held[row] for row in tp_group.order] == sorted(held) == tokens(tp_group.cp_context)
+    assert tp_group.inverse_order[tp_group.order].tolist() == list(range(21))
 
 
 def test_a_column_shares_pieces_and_carry():
@@ -75,16 +75,16 @@ def test_a_rank_without_a_group_is_a_team_of_its_own():
 
 
 def test_without_a_team_nothing_happens():
-    context, x, ticket = bind_single_rank([3]), torch.ones(3, 2), torch.ones(1, dtype=torch.int64)
+    context, x, handle = bind_single_rank([3]), torch.ones(3, 2), torch.ones(1, dtype=torch.int64)
     assert context.tp_group is None
     assert (
         all_gather_rows(x, context)
         is reduce_scatter_rows(x, context)
-        is all_gather_rows(x, ticket)
-        is reduce_scatter_rows(x, ticket)
+        is all_gather_rows(x, handle)
+        is reduce_scatter_rows(x, handle)
         is x
     )
-    assert attention_context(context) is context and attention_context(ticket) is ticket
+    assert attention_context(context) is context and attention_context(handle) is handle
 
 
 @settings(max_examples=25)
@@ -96,7 +96,7 @@ def test_without_a_team_nothing_happens():
 )
 def test_gathering_and_summing_are_plain_torch(case, tensor, strict, blocks):
     """A row says which token it is; weights differ by member, token and column, so that no sum is right by chance."""
-    case = case.in_teams(tensor) if case.world * tensor <= 8 else case.in_teams(2)
+    case = case.in_tp_groups(tensor) if case.world * tensor <= 8 else case.in_tp_groups(2)
     tensor, family = case.tensor, GroupFamily(case.world, case.world) if blocks else None
     first = [sum(case.lengths[:k]) for k in range(len(case.lengths))]
     whole = torch.randn(sum(case.lengths), 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -104,13 +104,13 @@ def test_gathering_and_summing_are_plain_torch(case, tensor, strict, blocks):
 
     def body(transport):
         context = bind(case.work, transport, tensor=tensor, family=family)
-        team, column = context.tp_group, context.tp_group.cp_context
+        tp_group, column = context.tp_group, context.tp_group.cp_context
         own = torch.tensor([first[d] + p for d, p in tokens(context)], dtype=torch.int64)
         every = torch.tensor([first[d] + p for d, p in tokens(column)], dtype=torch.int64)
         x = whole[own].requires_grad_()
         together = all_gather_rows(x, context)
         assert torch.equal(together, whole[every])
-        total = reduce_scatter_rows(together * weights[team.index][every], context)
+        total = reduce_scatter_rows(together * weights[tp_group.index][every], context)
         wanted = whole[own] * weights.sum(0)[own]
         assert torch.allclose(total, wanted, rtol=1e-12, atol=1e-12)
         (gradient,) = torch.autograd.grad(total, x, whole[own])

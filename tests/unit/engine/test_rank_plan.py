@@ -69,14 +69,14 @@ def test_all_ranks_refuse_a_plan_that_another_does_not_have():
 
 
 def side_by_side():
-    """Ranks 0 to 3: one stage of two teams. Ranks 4 and 5: two stages, two rounds. Ranks 6 and 7: nothing."""
+    """Ranks 0 to 3: one stage of two tp_groups. Ranks 4 and 5: two stages, two rounds. Ranks 6 and 7: nothing."""
     plan = one_stage_plan([[Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 9),))]], ranks=8, reduce=Reduce.STEP)
-    team = replace(plan.pipelines[0], stages=(Stage((0, 1, 2, 3), (0, 2), 2),))
+    tp_group = replace(plan.pipelines[0], stages=(Stage((0, 1, 2, 3), (0, 2), 2),))
     works = [[StageMicroBatch((Group((r,), 1, 1, (Span(k, 0, 5),)),), Checkpoint.NONE) for r in (4, 5)] for k in (1, 2)]
     schedule = build_schedule("1f1b", 2, 2)
     stages = (Stage((4,), (0, 1)), Stage((5,), (1, 2)))
     line = Pipeline(stages, tuple(Round(tuple(each)) for each in works), schedule.pipeline_actions())
-    plan = replace(plan, documents=(9, 5, 5), pipelines=(team, line))
+    plan = replace(plan, documents=(9, 5, 5), pipelines=(tp_group, line))
     plan.validate()
     return plan
 
@@ -100,10 +100,15 @@ def test_a_rank_runs_its_own_pipeline_or_nothing():
 def test_teams_come_from_the_tensor_degree_of_the_stage():
     plan = side_by_side()
     found = run_ranks(8, lambda transport: bind_plan(plan, transport), strict=True)
-    teams = [each.rounds[0].context.tp_group for each in found[:4]]
-    assert [(team.ranks, team.index) for team in teams] == [((0, 1), 0), ((0, 1), 1), ((2, 3), 0), ((2, 3), 1)]
-    assert [team.cp_context.groups[0].block for team in teams] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert all(team.collective for team in teams)
+    tp_groups = [each.rounds[0].context.tp_group for each in found[:4]]
+    assert [(tp_group.ranks, tp_group.index) for tp_group in tp_groups] == [
+        ((0, 1), 0),
+        ((0, 1), 1),
+        ((2, 3), 0),
+        ((2, 3), 1),
+    ]
+    assert [tp_group.cp_context.groups[0].block for tp_group in tp_groups] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert all(tp_group.collective for tp_group in tp_groups)
     assert found[4].rounds[0].context.tp_group is None
 
 

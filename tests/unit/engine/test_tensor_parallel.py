@@ -16,7 +16,7 @@ from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.steps import Found, Step, tiny_spec
-from support.teams import slice_parameters, whole_gradients
+from support.tensor_parallel import slice_parameters, whole_gradients
 from support.transports import CountingTransport
 
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def one_group(tensor, ulysses=1, ring=1, spans=SPANS):
     return Group(tuple(range(tensor * ulysses * ring)), tensor * ulysses, ring, spans)
 
 
-def in_teams(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=False, backend=None, pieces=None):
+def in_tp_groups(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=False, backend=None, pieces=None):
     """Run rounds, lists of groups, forward in order and backward in reverse on strict transports."""
 
     def body(transport):
@@ -75,14 +75,14 @@ def in_teams(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=False, b
 @pytest.mark.parametrize(("tensor", "ulysses", "ring"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)])
 def test_loss_and_gradients_are_those_of_one_process(tensor, ulysses, ring):
     step = TIED if tensor == 4 else GROUPED
-    found = in_teams(step, tensor, [[one_group(tensor, ulysses, ring)]])
+    found = in_tp_groups(step, tensor, [[one_group(tensor, ulysses, ring)]])
     assert found.worst(step.alone()) <= 1e-9
 
 
 @pytest.mark.parametrize("checkpoint", Checkpoint)
 def test_whatever_is_kept_and_put_off(checkpoint):
     rounds = [[one_group(2, 2, spans=SPANS[:1])], [Group((2, 3), 2, 1, SPANS[1:2])], [Group((0, 1), 2, 1, SPANS[2:])]]
-    found = in_teams(GROUPED, 2, rounds, checkpoint, split=True)
+    found = in_tp_groups(GROUPED, 2, rounds, checkpoint, split=True)
     assert found.worst(GROUPED.alone()) <= 1e-9
 
 
@@ -94,7 +94,7 @@ def test_a_document_in_pieces(checkpoint, ring):
     pieces = (Span(0, 0, 9), Span(0, 9, 10), Span(0, 10, 21))
     rounds = [(pieces[0],), (SPANS[1], pieces[1]), (pieces[2], SPANS[2])]
     groups = [[one_group(2, 3 - ring, ring, spans)] for spans in rounds]
-    found = in_teams(GROUPED, 2, groups, checkpoint, pieces={0: pieces})
+    found = in_tp_groups(GROUPED, 2, groups, checkpoint, pieces={0: pieces})
     assert found.worst(GROUPED.alone()) <= 1e-9
 
 
@@ -112,18 +112,18 @@ def in_float64(step):
 def test_rounding_stays_within_twice_that_of_one_process(dtype):
     step = replace(GROUPED, dtype=dtype)
     exact = in_float64(step).alone()
-    error = in_teams(step, 1, [[one_group(1)]]).worst(exact)
+    error = in_tp_groups(step, 1, [[one_group(1)]]).worst(exact)
     for tensor in (2, 4):
-        assert in_teams(step, tensor, [[one_group(tensor)]]).worst(exact) <= 2 * error
+        assert in_tp_groups(step, tensor, [[one_group(tensor)]]).worst(exact) <= 2 * error
 
 
 def test_compiled_layers_run_as_they_stand():
-    found = in_teams(GROUPED, 2, [[one_group(2)]], Checkpoint.SELECTIVE, backend="eager")
+    found = in_tp_groups(GROUPED, 2, [[one_group(2)]], Checkpoint.SELECTIVE, backend="eager")
     assert found.worst(GROUPED.alone()) <= 1e-9
 
 
 def test_a_layer_gathers_twice_and_sums_twice_each_way():
-    """No message of a team but those: 2 regions, 2 ways, forward and backward, of the hidden states of its tokens."""
+    """No message of a TP group but those: 2 regions, 2 ways, forward and backward, of its tokens' hidden states."""
 
     def body(transport):
         counting, adapter = CountingTransport(transport), GROUPED.model_adapter()
@@ -159,7 +159,7 @@ def test_a_network_that_nobody_has_cut():
 
 @pytest.mark.parametrize("sliced", [False, True])
 def test_weights_that_are_not_the_members_share(sliced):
-    """A team with whole weights, and slices without a team."""
+    """A tp_group with whole weights, and slices without a tp_group."""
 
     def body(transport):
         adapter = GROUPED.model_adapter()

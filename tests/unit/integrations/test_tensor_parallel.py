@@ -20,7 +20,7 @@ from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, LayerRange, StageMicroBatch
-from support.teams import slice_parameters, whole_gradients
+from support.tensor_parallel import slice_parameters, whole_gradients
 from support.tiny_models import SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
 
 torch.set_num_threads(1)

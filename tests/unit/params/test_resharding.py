@@ -25,8 +25,8 @@ from support.transports import CountingTransport
 torch.set_num_threads(1)
 SPEC = tiny_spec(layers=3, tied=True)
 STEP = Step((14, 6, 9, 4, 3), SPEC)
-TEAMS = (Shape(1, 2), Shape(2, 1, 1, 1, 3))
-"""A team of two ranks beside a pipeline of two stages, with a document in pieces."""
+TP_GROUPS = (Shape(1, 2), Shape(2, 1, 1, 1, 3))
+"""A tp_group of two ranks beside a pipeline of two stages, with a document in pieces."""
 
 
 def planned(*shapes, ranks=4, step=STEP):
@@ -39,7 +39,7 @@ def run(plan, transport, parameters, step=STEP):
 
 def test_one_model_runs_plans_of_any_shape(threads):
     """Neither modules nor parameters are made anew, and a rank holds what its stage needs."""
-    shapes = [TEAMS, (Shape(1, 1, 2, 2),), (Shape(3),), (Shape(1, 2, 1, 2),), TEAMS]
+    shapes = [TP_GROUPS, (Shape(1, 1, 2, 2),), (Shape(3),), (Shape(1, 2, 1, 2),), TP_GROUPS]
 
     def body(transport):
         adapter = prepare_layers(STEP.model_adapter())
@@ -59,15 +59,15 @@ def test_one_model_runs_plans_of_any_shape(threads):
     layer, sliced = matrices + norms, matrices // 2 + norms
     for rank, (found, shares) in enumerate(threads(4).run(body, strict=True)):
         assert max(each.worst(wanted) for each in found) < 1e-9
-        team, everything = table + 3 * sliced + 16, table + 3 * layer + 16
-        lines = (team, team, table + layer, table + 2 * layer + 16)
-        held = [lines, (everything,) * 4, (table + layer, layer, table + layer + 16, 0), (team,) * 4, lines]
+        tp_group, everything = table + 3 * sliced + 16, table + 3 * layer + 16
+        lines = (tp_group, tp_group, table + layer, table + 2 * layer + 16)
+        held = [lines, (everything,) * 4, (table + layer, layer, table + layer + 16, 0), (tp_group,) * 4, lines]
         assert shares == [each[rank] for each in held]
 
 
 PASSES = {
-    "beside a team, which has none to share with": ((Shape(1, 2), Shape(1, 1, 2, 1, 3)), (0,), (2, 3)),
-    "teams in columns": ((Shape(1, 2, 2, 1, 2),), (0,), (0, 1, 2, 3)),
+    "beside a tp_group, which has none to share with": ((Shape(1, 2), Shape(1, 1, 2, 1, 3)), (0,), (2, 3)),
+    "tp_groups in columns": ((Shape(1, 2, 2, 1, 2),), (0,), (0, 1, 2, 3)),
     "one stage of two, halves": ((Shape(2, 1, 2, 1, 2, "seq1f1b-zb"),), (1,), (2, 3)),
     "a fold, with the table on both ends": ((Shape(2, 1, 2, 1, 1, "zb-v"),), (0, 2, 3), (0, 1, 2, 3)),
 }
@@ -129,8 +129,8 @@ def test_a_layer_s_gradients_are_in_shares_before_the_next_layer_s(threads, monk
 
 NODES = {
     "replicas": (Shape(),) * 4,
-    "teams and stages": TEAMS,
-    "teams": (Shape(1, 2),) * 2,
+    "tp_groups and stages": TP_GROUPS,
+    "tp_groups": (Shape(1, 2),) * 2,
     "stages, with the table on both ends": (Shape(2),) * 2,
     "ranks of a stage in both nodes": (Shape(1, 1, 2, 2),),
 }
@@ -164,7 +164,7 @@ def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
 def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
     def body(transport):
         parameters = ReshardingParameters(prepare_layers(STEP.model_adapter()), transport)
-        losses = [evaluate(bind_plan(planned(*TEAMS), transport), parameters, STEP.rows(), STEP.valid)]
+        losses = [evaluate(bind_plan(planned(*TP_GROUPS), transport), parameters, STEP.rows(), STEP.valid)]
         losses.append(run(planned(Shape(1, 2, 2)), transport, parameters).loss)
         norm = float(parameters.gradient_norm())
         losses.append(evaluate(bind_plan(planned(Shape(3)), transport), parameters, STEP.rows(), STEP.valid))
@@ -182,7 +182,7 @@ def test_what_does_not_learn_has_no_gradient(threads):
 
     def body(transport):
         found = []
-        for shapes in (TEAMS, (Shape(3),)):
+        for shapes in (TP_GROUPS, (Shape(3),)):
             parameters = ReshardingParameters(freeze(prepare_layers(STEP.model_adapter())), transport)
             run(planned(*shapes), transport, parameters)
             found.append(dict(parameters.full_gradients()))
@@ -203,7 +203,7 @@ def test_half_precision_adds_up_in_float32(threads):
 
     def body(transport):
         parameters = ReshardingParameters(prepare_layers(step.model_adapter()), transport, param_dtype=torch.bfloat16)
-        result = run(planned(*TEAMS), transport, parameters, step)
+        result = run(planned(*TP_GROUPS), transport, parameters, step)
         assert {each.grad.dtype for each in parameters.master_weights().values()} == {torch.float32}
         assert {each.dtype for each in parameters.compute_weights()} == {torch.bfloat16}
         return Found(
@@ -343,7 +343,7 @@ def test_models_without_a_free_layout_are_refused():
         ReshardingParameters(scalar, SingleRankTransport())
 
 
-@pytest.mark.parametrize("shapes", [TEAMS, (Shape(1, 2, 2),)])
+@pytest.mark.parametrize("shapes", [TP_GROUPS, (Shape(1, 2, 2),)])
 def test_models_of_transformers(threads, shapes):
     from seqloom.integrations.transformers import attach
     from seqloom.integrations.transformers import model_adapter as described

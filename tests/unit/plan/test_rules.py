@@ -25,6 +25,7 @@ from seqloom.plan import (
     Stage,
     StageMicroBatch,
 )
+from support.refusals import refused
 
 
 def pipelines(plan: Plan, **changes: object) -> Plan:
@@ -226,14 +227,6 @@ ON_TWO_STAGES: list[tuple[str, str, Callable[[Plan], Plan]]] = [
 ]
 
 
-def refused(plan: Plan, rule: str, text: str) -> None:
-    with pytest.raises(PlanError, match=text) as caught:
-        plan.validate()
-    assert caught.value.rule == rule
-    assert str(caught.value).startswith(f"plan rule '{rule}': ")
-    assert str(caught.value).count(";") >= 2, "value; rule; way out"
-
-
 @pytest.mark.parametrize(("rule", "text", "change"), ON_ONE_STAGE)
 def test_a_broken_plan_is_refused(plain: Plan, rule: str, text: str, change: Callable[[Plan], Plan]) -> None:
     refused(change(plain), rule, text)
@@ -250,7 +243,7 @@ def test_the_plans_to_break_are_valid(plain: Plan, staged: Plan) -> None:
 
 
 def test_every_rule_is_broken_by_a_test() -> None:
-    elsewhere = {"deadlock", "group-order", "methods", "routes", "pairs"}  # below, and in test_validate_routes.py
+    elsewhere = {"deadlock", "group-order", "methods", "routes", "pairs"}  # below, and in test_rules_groups.py
     tested = {rule for rule, _, _ in (*ON_ONE_STAGE, *ON_TWO_STAGES)} | elsewhere
     assert tested == set(RULES)
 

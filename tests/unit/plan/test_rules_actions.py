@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from seqloom.errors import PlanError
 from seqloom.layout import Span
 from seqloom.plan import (
     Action,
@@ -21,6 +20,7 @@ from seqloom.plan import (
     Stage,
     StageMicroBatch,
 )
+from support.refusals import refused
 from support.tables import completed, rows_with_messages
 
 LOOP, VEE = ((0, 1), (2, 3), (0, 1), (2, 3)), ((0, 1), (2, 3), (2, 3), (0, 1))
@@ -47,12 +47,6 @@ def plan_of(pp_ranks: tuple[tuple[int, ...], ...], rows: tuple[str, ...], *, pie
     limits = Limits(4, 2, 4, ((Checkpoint.FULL, 3),))
     documents = (6 * count,) if pieces else (6,) * count
     return Plan(limits, Sharding.FULL, Reduce.STEP, documents, (Pipeline(stages, rounds, table),), "hand")
-
-
-def refused(plan: Plan, rule: str, text: str) -> None:
-    with pytest.raises(PlanError, match=text) as caught:
-        plan.validate()
-    assert caught.value.rule == rule
 
 
 def row(plan: Plan, pp_rank: int, old: str, new: str) -> Plan:

@@ -22,6 +22,7 @@ from seqloom.plan import (
     StageMicroBatch,
     sort_groups,
 )
+from support.refusals import refused
 
 LONG = Group((0, 1, 4, 5), 2, 2, (Span(0, 0, 100),), route=Route((0, 1, 4, 5), 2))
 SHORT = Group((0, 1), 2, 1, (Span(1, 0, 60),))
@@ -33,14 +34,6 @@ def plan(*groups: Group, sharding: Sharding = Sharding.NONE, documents: tuple[in
     limits = Limits(12, 4, 8, ((Checkpoint.FULL, 400),))
     rounds = (Round((StageMicroBatch(groups or (LONG, SHORT, ALONE), Checkpoint.FULL),)),)
     return Plan(limits, sharding, Reduce.STEP, documents, (Pipeline.single(range(12), 2, rounds, Reduce.STEP),))
-
-
-def refused(broken: Plan, rule: str, text: str) -> None:
-    with pytest.raises(PlanError, match=text) as caught:
-        broken.validate()
-    assert caught.value.rule == rule
-    assert str(caught.value).startswith(f"plan rule '{rule}': ")
-    assert str(caught.value).count(";") >= 2, "value; rule; way out"
 
 
 def test_the_plan_to_break_is_valid() -> None:

@@ -57,7 +57,7 @@ def test_tables_for_the_hot_loops_agree_with_the_prices():
             assert search.shape_degree[shape] == degree
             assert search.solo_ns[d, k] == (problem.tables.group_ns(shape, np.array([k])) if fits else NEVER)
     assert (search.value >= 1).all() and (np.diff(search.value) > 0).all()
-    assert len(search.cost) == len(search.fixed) == 1  # lanes that the published constants never use are left out
+    assert len(search.cost) == len(search.fixed) == 1  # streams that the published constants never use are left out
 
 
 def test_each_round_keeps_as_much_as_its_memory_allows():
@@ -77,12 +77,12 @@ def test_groups_stand_slow_links_first():
     cost = roomy_cost_model("3x2xH100", "qwen3-0.6b", None, "full", 0)
     problem = fitting_problems([100] * 4, cost, cost.policies[0])[0]
     by_degree = {shape.degree: shape for shape in problem.tables.shapes}
-    seats = [
+    placements = [
         GroupPlacement(by_degree[1], 0, [0]),
         GroupPlacement(by_degree[2], 0, [1]),
         GroupPlacement(by_degree[4], 0, [2]),
         GroupPlacement(by_degree[1], 5, [3]),
     ]
-    plan = problem.plan([seats], "test")
+    plan = problem.plan([placements], "test")
     plan.validate()
     assert [group.ranks for group in plan.pipelines[0].rounds[0].groups] == [(0, 1, 2, 3), (0, 1), (0,), (5,)]

@@ -89,8 +89,8 @@ def test_bins_hold_nine_tenths_of_a_group():
     cost = published()
     problem = fitting_problems(np.full(2 * 64, 3_200), cost, cost.policies[0])[0]
     (answer,) = uniform_answers([problem], [1])  # two fill 6400 of 6436 tokens, above nine tenths
-    assert {len(seat.documents) for seats in answer.rounds for seat in seats} == {1}
-    assert [len(seats) for seats in answer.rounds] == [64, 64]
+    assert {len(placement.documents) for placements in answer.rounds for placement in placements} == {1}
+    assert [len(placements) for placements in answer.rounds] == [64, 64]
 
 
 COST = CostModel(Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100")

@@ -71,7 +71,7 @@ def test_one_rank_has_only_local_groups():
 @pytest.mark.parametrize("cluster", ["1x8xH200", "8x1xH200", "2x3xH200", "2x8xA800"])
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
 def test_any_cluster(cluster, sharding):
-    """One node, one GPU per node, a node that is no power of two, fewer cards than GPUs."""
+    """One node, one GPU per node, a node that is no power of two, fewer nics than GPUs."""
     cost = cost_model(cluster, "qwen3-0.6b", sharding=sharding, capacity=20_000)
     lengths = sample("commoncrawl", 40, seed=1, max_length=cost.ranks * 15_000)
     plan = plan_zones(lengths, cost)
@@ -136,7 +136,7 @@ def test_the_least_loaded_ranks_that_a_shape_may_have(shape, expected):
 
 
 def test_thresholds_follow_the_network():
-    """A card of a tenth of the speed: across nodes a cut pays only for longer documents, inside a node as before."""
+    """A nic of a tenth of the speed: across nodes a cut pays only for longer documents, inside a node as before."""
     fast = Cluster.parse("4x8xH200")
     link = type(fast.nic)("slow", fast.nic.gb_s / 10, fast.nic.latency_us)
     slow = Cluster(**{name: getattr(fast, name) for name in fast.__slots__} | {"nic": link})

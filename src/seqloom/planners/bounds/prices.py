@@ -66,7 +66,7 @@ class ShapeRates(NamedTuple):
 def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> DegreePrices:
     """Price documents of so many tokens, float64[n], in every shape, and keep the best of every degree."""
     rates = shape_rates(cost, policy)
-    single = cost.engine.token_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())  # one team, no exchanges
+    single = cost.engine.token_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())  # one TP group, no exchanges
     linear = (single["linear"] + single.get("head", 0.0)) * cost.tensor
     round_fixed = _round_fixed(cost, policy)
     attention = cost.engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
@@ -139,7 +139,7 @@ def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraff
     """Rings and gathers of any size, with any Ulysses inside, each with traffics no worse than that of any placement.
 
     Above ``EVERY_SIZE`` ranks, of any size up to two nodes, then over whole nodes, four sizes per doubling. Without
-    constants of links, the profile's own shapes. Where tensor-parallel teams split weights, of whole teams.
+    constants of links, the profile's own shapes. Where tensor-parallel groups split weights, of whole teams.
     """
     if cost.engine.links is None:
         return [(shape, (cost.aligned_traffic(shape),)) for shape in cost.shapes]

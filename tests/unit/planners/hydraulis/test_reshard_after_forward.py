@@ -131,7 +131,7 @@ def test_a_document_that_no_other_pipeline_holds_is_one_process_result(threads):
 
 LINES = {
     "stages": (ParallelConfig(2, 1, 2, reshard_after_forward=True),),
-    "teams": (ParallelConfig(1, 2, 2, reshard_after_forward=True),),
+    "tp_groups": (ParallelConfig(1, 2, 2, reshard_after_forward=True),),
     "beside one that stays": (ParallelConfig(1, 1, 1, 2, reshard_after_forward=True), ParallelConfig(1, 2)),
 }
 

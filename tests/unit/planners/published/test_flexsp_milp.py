@@ -20,7 +20,7 @@ ENOUGH = solver_options(nodes=10_000, gap=0.0)
 
 
 def small_programme(seed, every_rank=True):
-    """Three buckets, a cluster of four ranks, two lanes with unlike fixed costs."""
+    """Three buckets, a cluster of four ranks, two streams with unlike fixed costs."""
     random = np.random.default_rng(seed)
     degree = np.array([4, 2, 2, 1, 1, 1, 1])
     cost = random.integers(10**6, 10**8, (2, 1, 3)) // degree[None, :, None]

@@ -79,7 +79,7 @@ def test_rings_between_nodes_run_first_and_only_they_are_routed():
     crossing = [len({rank // 8 for rank in group.ranks}) > 1 for group in work.groups]
     assert crossing == sorted(crossing, reverse=True) and crossing[0]
     assert [group.route is not None for group in work.groups] == crossing
-    assert work.groups[0].route.proxies == (0, 2, 4, 6, 8, 10, 12, 14)  # one near each of the four cards of a node
+    assert work.groups[0].route.proxies == (0, 2, 4, 6, 8, 10, 12, 14)  # one near each of the four nics of a node
     assert all(group.ulysses == 1 for group in work.groups)
     [plain] = works_of(make_plan("zeppelin", LENGTHS, COST, routing=False))
     assert all(group.route is None for group in plain.groups)

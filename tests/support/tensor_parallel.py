@@ -1,4 +1,4 @@
-"""Models on the ranks of teams, as simply as possible: parameters sliced once, gradients put together once."""
+"""Models on the ranks of tp_groups, as simply as possible: parameters sliced once, gradients put together once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from seqloom.models.adapter import ModelAdapter
 
 @torch.no_grad()
 def slice_parameters(adapter: ModelAdapter, degree: int, index: int) -> None:
-    """Leave a team member's slices in the parameters of a network, in place.
+    """Leave a tp_group member's slices in the parameters of a network, in place.
 
     Args:
         network: whole.
-        degree: ranks of the team.
+        degree: ranks of the tp_group.
         index: of the member.
     """
     for name, parameter in adapter.module.named_parameters():
@@ -29,9 +29,9 @@ def whole_gradients(
     """Return whole gradients, by name: slices side by side, copies of a slice added up.
 
     Args:
-        shares: gradients of every rank, by name; rank k is member k % degree of its team.
+        shares: gradients of every rank, by name; rank k is member k % degree of its tp_group.
         cuts: axis of every parameter that is cut, by name.
-        degree: ranks of a team.
+        degree: ranks of a tp_group.
     """
     found = {}
     for name in shares[0]:
