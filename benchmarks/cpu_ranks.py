@@ -15,6 +15,7 @@ from common import options, progress
 
 from seqloom.dist import Communicators, TorchTransport
 from seqloom.plan import GroupFamily
+from seqloom.planners.compiled import compile_loops
 
 Say = Callable[[str], None]
 Run = Callable[[TorchTransport, argparse.Namespace, Say], None]
@@ -41,6 +42,7 @@ def start(run: Run, arguments: argparse.Namespace, *, keep_memory: bool = False)
     """
     if keep_memory:
         os.environ |= KEEP_MEMORY  # read when the processes start
+    compile_loops()  # now, and not beside the steps that are timed
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (folder, run, arguments), nprocs=arguments.ranks, start_method="spawn")
 

@@ -7,6 +7,7 @@ as soon as the machine code is there. Where numba is missing, or finds no folder
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -151,6 +152,7 @@ def _call_each(compiled: Any) -> None:
 
 
 if __name__ == "__main__":
+    os.nice(19)  # it inherits the cores of its parent, which may be a rank that is pinned to one and training by now
     try:
         compile_loops()
     finally:
