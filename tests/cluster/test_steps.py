@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqloom.engine.executor import run_step
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.layout import Route, Span
 from seqloom.models.adapter import ModelAdapter
 from seqloom.params.interface import ReplicatedParameters

@@ -12,7 +12,7 @@ from seqloom.engine import RankPlan
 from seqloom.models import summed_loss
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
-from seqloom.planners.ahead import PlanAhead, StepPlan
+from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.train.config import Config
 from seqloom.train.logging import read_steps
 from seqloom.train.model import build_reference
@@ -22,7 +22,7 @@ from seqloom.train.trainer import Trainer
 from support.tiny_specs import TINY
 
 torch.set_num_threads(1)
-RANKS, STEPS = 8, 50
+RANKS, STEPS, SOME = 8, 50, 16
 MODEL = TINY.replace("vocabulary = 257", "vocabulary = 64")
 CONFIG = f"""
 [run]
@@ -58,8 +58,9 @@ def place(tmp_path_factory):
     return folder
 
 
-def configured(place: Path, dtype: str, name: str = "run") -> Config:
-    return Config.load(place / "run.toml", [f"model.dtype={dtype}", f"run.output={place / name}"])
+def configured(place: Path, dtype: str, name: str = "run", steps: int = STEPS) -> Config:
+    settings = (f"model.dtype={dtype}", f"run.output={place / name}", f"run.steps={steps}")
+    return Config.load(place / "run.toml", settings)
 
 
 def planned(place: Path, planner: str) -> list[Plan]:
@@ -105,7 +106,7 @@ def train(transport, config: Config, plans: list[Plan]) -> list[float]:
     return [record.loss for record in read_steps(config.metrics)]
 
 
-def train_alone(config: Config, *, backwards: bool = False) -> list[float]:
+def train_alone(config: Config, steps: int = STEPS, *, backwards: bool = False) -> list[float]:
     """The same run in this process, without plans: a step is one pack of its documents, in their order or the other."""
     setup = RunSetup.load(config, RANKS)
     source, device = setup.source, torch.device("cpu")
@@ -113,7 +114,7 @@ def train_alone(config: Config, *, backwards: bool = False) -> list[float]:
     adapter.materialize()
     parameters = dict(adapter.module.named_parameters())
     optimiser, losses = make_optimiser(parameters, config.optimiser), []
-    for step, batch in enumerate(setup.sampler.peek(STEPS), 1):
+    for step, batch in enumerate(setup.sampler.peek(steps), 1):
         documents = [(n, 0, source.lengths[n]) for n in (batch.documents[::-1] if backwards else batch.documents)]
         context = bind_single_rank([int(stop) for _, _, stop in documents])
         ids, labels = (
@@ -123,7 +124,7 @@ def train_alone(config: Config, *, backwards: bool = False) -> list[float]:
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimiser.clip)
-        rate = learning_rate(step, steps=STEPS, peak=config.optimiser.lr, schedule=config.schedule)
+        rate = learning_rate(step, steps=steps, peak=config.optimiser.lr, schedule=config.schedule)
         set_learning_rate(optimiser, rate)
         optimiser.step()
         losses.append(loss.item())
@@ -143,18 +144,20 @@ def plans(place):
     return found
 
 
-def curves(gloo_pool, place: Path, dtype: str, plans: dict[str, list[Plan]]) -> list[list[float]]:
+def curves(gloo_pool, place: Path, dtype: str, plans: dict[str, list[Plan]], steps: int = STEPS) -> list[list[float]]:
     """The losses under each planner."""
-    runs = {name: configured(place, dtype, f"{name}-{dtype}") for name in plans}
+    runs = {name: configured(place, dtype, f"{name}-{dtype}-{steps}", steps) for name in plans}
     return [gloo_pool.run(train, runs[name], plans[name], ranks=RANKS, timeout_s=150)[0] for name in plans]
 
 
-def test_in_float64_the_planner_does_not_show(gloo_pool, place, plans):
-    static, flex = curves(gloo_pool, place, "float64", plans)
-    assert len(static) == STEPS and static[-1] < 0.6 * static[0], "something was learnt"
-    assert (place / "flex-float64" / "metrics.jsonl").read_text().count('"note": "something to know"') == 1
+@pytest.mark.parametrize(("steps", "learnt"), [(SOME, 0.85), pytest.param(STEPS, 0.6, marks=pytest.mark.slow)])
+def test_in_float64_the_planner_does_not_show(gloo_pool, place, plans, steps, learnt):
+    static, flex = curves(gloo_pool, place, "float64", plans, steps)
+    assert len(static) == steps and static[-1] < learnt * static[0], "something was learnt"
+    notes = (place / f"flex-float64-{steps}" / "metrics.jsonl").read_text()
+    assert notes.count('"note": "something to know"') == 1
     assert furthest(static, flex) < 1e-9
-    assert furthest(flex, train_alone(configured(place, "float64"))) < 1e-9
+    assert furthest(flex, train_alone(configured(place, "float64", steps=steps), steps)) < 1e-9
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from seqloom.dist import SingleRankTransport
 from seqloom.engine.executor import evaluate, run_step
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models.adapter import ModelAdapter
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.interface import ReplicatedParameters, scale_gradients
 from seqloom.params.resharding import ReshardingParameters
@@ -146,7 +146,7 @@ def test_training_is_the_same_under_every_sharding(gloo_pool):
     assert curves[Sharding.NONE][4] < curves[Sharding.NONE][0]
 
 
-@pytest.mark.parametrize("sharding", [Sharding.FULL, Sharding.NONE])
+@pytest.mark.parametrize("sharding", [Sharding.FULL, pytest.param(Sharding.NONE, marks=pytest.mark.slow)])
 def test_half_precision_has_masters_and_gradients_in_float32(gloo_pool, sharding):
     step = replace(STEP, dtype=torch.float32)
     plan = planned(sharding=sharding, reduce=Reduce.STEP, checkpoint=KINDS)

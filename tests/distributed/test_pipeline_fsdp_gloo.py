@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from seqloom.dist import bind_single_rank
 from seqloom.engine.executor import run_step
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelWithLoss
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.pipeline_fsdp import PipelineFSDP

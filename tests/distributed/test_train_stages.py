@@ -85,11 +85,10 @@ def test_a_pipeline_trains_the_same_model(place, whole, piped):
 @pytest.mark.parametrize(
     ("begun", "settings"),
     [
-        ("piped", ("pipeline.stages=2", "pipeline.chunks=2")),
-        ("piped", ("plan.planner=static",)),
-        ("whole", ("pipeline.stages=2", "plan.sharding=none")),
+        pytest.param("piped", ("pipeline.stages=2", "pipeline.chunks=2"), id="fewer stages"),
+        pytest.param("piped", ("plan.planner=static",), id="none", marks=pytest.mark.slow),
+        pytest.param("whole", ("pipeline.stages=2", "plan.sharding=none"), id="from none", marks=pytest.mark.slow),
     ],
-    ids=["fewer stages", "none", "from none"],
 )
 def test_checkpoints_go_on_with_other_stages(gloo_pool, place, whole, piped, begun, settings):
     begin = place / begun / "checkpoints" / "step-00000002"

@@ -135,7 +135,9 @@ def test_changing_the_strategy_trains_the_same_model(place, static, switching):
             "switching", "", ("pipeline.stages=2", "plan.sharding=free"), id="one pipeline", marks=pytest.mark.slow
         ),
         pytest.param(
-            "static", "auto", ("plan.planner=hydraulis", "plan.sharding=free"), id="from another sharding to a proposal"
+            *("static", "auto", ("plan.planner=hydraulis", "plan.sharding=free")),
+            id="from another sharding to a proposal",
+            marks=pytest.mark.slow,
         ),
     ],
 )

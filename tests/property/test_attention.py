@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention.kernels.cpu import Reference
-from seqloom.dist.threads import Ranks
+from seqloom.dist.thread_transport import Ranks
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
 from support.attention_cases import Case, Inputs, assemble, attend, worst

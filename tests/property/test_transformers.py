@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from seqloom.dist import bind, run_ranks
 from seqloom.integrations.transformers import attach, head, hidden_states, inputs, model_adapter
 from seqloom.layout import Span
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import summed_loss
-from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import MODELS, VOCABULARY, documents, gradients, one_by_one, targets, tiny_model
 

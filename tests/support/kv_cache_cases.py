@@ -20,7 +20,7 @@ from seqloom.attention.kernels import Kernel
 from seqloom.dist.rank_tokens import Context, bind
 from seqloom.dist.transport import Transport
 from seqloom.layout import Span
-from seqloom.models.recompute import run_checkpointed
+from seqloom.models.layer_wrapper import run_checkpointed
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.attention_cases import AXES, Case, Inputs, RankResult, attend_in_teams, of_teams
 from support.oracle import Truth

@@ -17,7 +17,7 @@ import torch
 from seqloom.data import StoreWriter
 from seqloom.dist import Transport
 from seqloom.plan import Plan
-from seqloom.planners.ahead import PlanAhead, StepPlan
+from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.simulate import predicted_ns
 from seqloom.train import checkpoint
 from seqloom.train.checkpoint import Checkpoints, complete_checkpoints

@@ -13,13 +13,13 @@ from torch.nn.functional import cross_entropy
 from seqloom.describe import ModelSpec
 from seqloom.dist import Context, Transport, bind_single_rank
 from seqloom.engine.executor import run_step
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.layout import Span
 from seqloom.models import Transformer, TransformerOptions
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import IGNORED
-from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.params.interface import Parameters, ReplicatedParameters
 from seqloom.params.resharding import ReshardingParameters

@@ -28,7 +28,7 @@ from seqloom.attention.context_parallel.overlap import (
     Tensors,
 )
 from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAttention, Saved
-from seqloom.attention.lse import sum_dtype
+from seqloom.attention.merge import sum_dtype
 from seqloom.attention.plan import AttentionOptions, plan_attention
 from seqloom.dist.rank_tokens import Context, TokenRedistribute, bind_single_rank
 from seqloom.dist.rows import put, take

@@ -34,8 +34,8 @@ from seqloom.attention.kernels.interface import (
     WarmUpReport,
     dtype_name,
 )
-from seqloom.attention.lse import merge_ops, sum_dtype
 from seqloom.attention.masks import Segments
+from seqloom.attention.merge import merge_ops, sum_dtype
 from seqloom.attention.tiles import LocalHeads, ZigzagChunks, prepare
 from seqloom.dist.rank_tokens import BoundGroup, Context
 from seqloom.errors import SeqloomError

@@ -14,7 +14,7 @@ for all layers; `forward_tiles` and `backward_tiles` then run prepared kernels o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved, device_rows
-from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.masks import Segments
+from seqloom.attention.merge import GradientAccumulator, MergeOps, PartialOutput, sum_dtype
 from seqloom.dist.rows import RowIndex, expand_runs, on_device
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group
@@ -343,14 +343,11 @@ class RepeatedKV:
         return torch.stack([gradient[:, low:high].sum(1, dtype=wide) for low, high in self.ranges], dim=1)
 
 
-def forward_tiles(tiles: Sequence[PreparedTile], total: OutputAccumulator, q: torch.Tensor, kv: torch.Tensor) -> None:
-    """Run the forward of tiles over the rows of `q` and `kv`, and merge their results into `total`.
-
-    `kv` is [key rows, 2 * kv heads, dim], keys before values.
-    """
+def forward_tiles(tiles: Sequence[PreparedTile], q: torch.Tensor, kv: torch.Tensor) -> Iterator[PartialOutput]:
+    """Run the forward of tiles over the rows of `q` and `kv` [key rows, 2 * kv heads, dim], keys before values."""
     k, v = kv.tensor_split(2, dim=1)
     for tile in tiles:
-        total.add(tile.queries, *tile.forward(q, k, v))
+        yield PartialOutput(*tile.forward(q, k, v), tile.queries.start)
 
 
 KeyGradient = tuple[slice, torch.Tensor, torch.Tensor]

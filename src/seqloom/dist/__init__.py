@@ -9,7 +9,7 @@ layouts, `routed` sends messages between nodes over all NICs.
 from seqloom.dist.rank_tokens import Context, bind, bind_single_rank, pieces_of_plan, run_in_mlp_layout
 from seqloom.dist.resharding import Resharder
 from seqloom.dist.tensor_parallel import all_gather_rows, attention_context, reduce_scatter_rows
-from seqloom.dist.threads import Ranks, SingleRankTransport, run_ranks
+from seqloom.dist.thread_transport import Ranks, SingleRankTransport, run_ranks
 from seqloom.dist.torch_transport import Communicators, TorchTransport
 from seqloom.dist.transport import Message, P2PChannel, P2PDirection, P2PTensor, Transport
 

@@ -28,7 +28,7 @@ from seqloom.dist.rows import (
     span_columns,
 )
 from seqloom.dist.tensor_parallel import RowFunction, TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
-from seqloom.dist.threads import SingleRankTransport
+from seqloom.dist.thread_transport import SingleRankTransport
 from seqloom.dist.transport import Transport, all_to_all
 from seqloom.errors import PlanError, SeqloomError
 from seqloom.layout import Layout, Span

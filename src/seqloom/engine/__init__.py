@@ -9,6 +9,6 @@
 """
 
 from seqloom.engine.executor import StepResult, evaluate, run_step
-from seqloom.engine.rank_plan import RankMicroBatch, RankPlan, bind_plan
+from seqloom.engine.rank_actions import RankMicroBatch, RankPlan, bind_plan
 
 __all__ = ["RankMicroBatch", "RankPlan", "StepResult", "bind_plan", "evaluate", "run_step"]

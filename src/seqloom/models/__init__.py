@@ -2,8 +2,8 @@
 
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import summed_loss
-from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.models.transformer import Llama3Scaling, Rope, Transformer, TransformerOptions
 

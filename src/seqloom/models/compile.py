@@ -36,7 +36,7 @@ from seqloom.dist import Context
 from seqloom.dist.rank_tokens import TokenRedistribute
 from seqloom.dist.rows import take
 from seqloom.errors import SeqloomError
-from seqloom.models.recompute import LayerWrapper
+from seqloom.models.layer_wrapper import LayerWrapper
 
 _REGISTERING = Lock()  # ranks may be threads of one process, and torch takes an operator once
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
-from seqloom.attention.lse import sum_dtype
+from seqloom.attention.merge import sum_dtype
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss

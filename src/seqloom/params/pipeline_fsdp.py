@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from seqloom.attention.lse import sum_dtype
+from seqloom.attention.merge import sum_dtype
 from seqloom.compat import dtensor_like, inherit_timeout
 from seqloom.dist import Context, Transport
 from seqloom.dist.torch_transport import flat_collective

@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from seqloom.attention.lse import sum_dtype
+from seqloom.attention.merge import sum_dtype
 from seqloom.dist import Context, Transport
 from seqloom.dist.resharding import InFlight, Resharder, boxes_of
 from seqloom.errors import SeqloomError

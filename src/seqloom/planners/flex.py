@@ -24,7 +24,8 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.plan import Plan
 from seqloom.planners.compiled import kernels
 from seqloom.planners.loops import MAX_LIMITS, NEVER, BatchTables, DecodedRounds, DecodeParams, RankAssignment
-from seqloom.planners.problem import CHECKPOINTS, BatchProblem, GroupPlacement, fitting_problems
+from seqloom.planners.problem import BatchProblem, GroupPlacement, fitting_problems
+from seqloom.planners.recompute import CHECKPOINTS
 
 SMALL_CLUSTER = 16
 """Up to this many ranks every virtual shard group is tried."""

@@ -23,9 +23,7 @@ from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, sort_groups
 from seqloom.planners.loops import NEVER, BatchTables
-
-CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
-"""From the fastest, which keeps the most activations, to the slowest."""
+from seqloom.planners.recompute import checkpoint_capacities, fastest_checkpoint
 
 
 class GroupPlacement(NamedTuple):
@@ -190,16 +188,6 @@ def fitting_problems(
     if not fitting:
         raise max(problems, key=lambda problem: problem.tables.capacity).too_long()
     return fitting
-
-
-def checkpoint_capacities(cost: CostModel, reduce: Reduce) -> dict[Checkpoint, int]:
-    """Tokens a rank holds in a round, under each checkpoint that goes with this way to reduce gradients."""
-    return {policy.checkpoint: cost.capacity(policy) for policy in cost.policies if policy.reduce == reduce}
-
-
-def fastest_checkpoint(capacities: dict[Checkpoint, int], tokens: int) -> Checkpoint | None:
-    """The fastest checkpoint that holds so many tokens on a rank; None: none does."""
-    return next((checkpoint for checkpoint in CHECKPOINTS if capacities.get(checkpoint, -1) >= tokens), None)
 
 
 def whole_documents(

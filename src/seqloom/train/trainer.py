@@ -2,8 +2,9 @@
 
 All ranks run the same lines in the same order; only rank 0 plans, displays and writes metrics. A step is:
 
-1. `Trainer._planned_batches` gives the lengths of coming batches to a planning process (`planners.ahead`), which plans
-   them `plan.ahead` steps early; `PlanBroadcast.take` sends the plan of this step to all ranks, which compare its hash.
+1. `Trainer._planned_batches` gives the lengths of coming batches to a planning process (`planners.plan_ahead`), which
+   plans them `plan.ahead` steps early; `PlanBroadcast.take` sends the plan of this step to all ranks, which compare its
+   hash.
 2. `Trainer.train_step` binds the plan: groups, split sizes, `cu_seqlens` of every round, once for all layers.
 3. `engine.run_step` runs the rounds: each rank reads only the spans of its layout (`data.rank_rows`), layers run on
    packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced.
@@ -37,7 +38,7 @@ from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
-from seqloom.planners.ahead import PlanAhead, StepPlan
+from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.logging import Metrics, StepRecord, open_display, open_trackers
 from seqloom.train.model import (

@@ -6,7 +6,7 @@ import torch
 from seqloom.attention import attention, attention_with_lse, prepare_attention
 from seqloom.attention.kernels.cpu import Reference
 from seqloom.dist.rank_tokens import bind, bind_single_rank
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 from support.attention_cases import Case, assemble, attend, worst

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.layout import Span
 from seqloom.plan import Group
 from support.attention_cases import Case, Inputs, assemble, attend, worst

@@ -11,7 +11,7 @@ from seqloom.attention.context_parallel.overlap import ContextParallelAttention,
 from seqloom.attention.kernels.cpu import Reference
 from seqloom.attention.plan import AttentionOptions, _group_attentions
 from seqloom.dist.rank_tokens import bind
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
 from support.attention_cases import Case, assemble, attend

@@ -5,7 +5,7 @@ import torch
 
 from seqloom.attention import attention
 from seqloom.dist.rank_tokens import bind
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, StageMicroBatch

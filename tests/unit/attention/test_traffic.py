@@ -11,7 +11,7 @@ from seqloom.cost.communication import Communication, GroupTraffic
 from seqloom.cost.profile import Profile
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.dist.rank_tokens import bind
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.layout import Route, Span
 from seqloom.plan import Checkpoint, Group, Method
 from support.attention_cases import Case

@@ -5,7 +5,7 @@ import torch
 
 from seqloom.attention.context_parallel.ulysses import HeadSplit, UlyssesExchange
 from seqloom.dist.rank_tokens import BoundGroup
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.layout import Span
 from seqloom.plan import Group
 

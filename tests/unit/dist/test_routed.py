@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.dist.routed import Buffer, RoutedHandle, RoutedTransfer
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.layout import Move, Route
 from support.transports import CountingTransport
 

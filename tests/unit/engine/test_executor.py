@@ -7,7 +7,7 @@ import torch
 
 from seqloom.dist import SingleRankTransport, run_ranks
 from seqloom.engine.executor import evaluate, run_step
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models.adapter import ModelAdapter

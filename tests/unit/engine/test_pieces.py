@@ -9,7 +9,7 @@ from seqloom.dist import SingleRankTransport, bind, bind_single_rank
 from seqloom.layout import Span
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.compile import compile_layers
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.steps import Step, tiny_spec
 

@@ -9,7 +9,7 @@ import torch
 from seqloom.dist import Ranks, SingleRankTransport
 from seqloom.engine import executor
 from seqloom.engine.executor import evaluate, run_step
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.models.adapter import ModelAdapter

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.dist import SingleRankTransport, run_ranks
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import Transformer

@@ -7,12 +7,12 @@ import torch
 
 from seqloom.attention import attention
 from seqloom.dist import run_ranks
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import move_between
 from seqloom.models.adapter import ModelWithLoss
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.plan import Checkpoint, Group, Remap, Sharding
 from support.attention_cases import CountingKernel
 from support.steps import Step, one_stage_plan, tiny_spec

@@ -12,7 +12,7 @@ from seqloom.layout import Span
 from seqloom.models import TransformerOptions
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.compile import compile_layers
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.steps import Found, Step, tiny_spec

@@ -11,7 +11,7 @@ from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span
 from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.compile import compile_layers
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
 

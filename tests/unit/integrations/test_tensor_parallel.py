@@ -17,7 +17,7 @@ from seqloom.integrations.transformers.layers import tp_layers
 from seqloom.integrations.transformers.tensor_parallel import Region
 from seqloom.layout import Span
 from seqloom.models.adapter import ModelWithLoss
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, LayerRange, StageMicroBatch
 from support.tensor_parallel import slice_parameters, whole_gradients

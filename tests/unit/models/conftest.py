@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from seqloom.describe import ModelSpec
 from seqloom.dist.rank_tokens import bind
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.layout import Span
 from seqloom.models import Transformer, TransformerOptions
 from seqloom.plan import Checkpoint, Group, StageMicroBatch

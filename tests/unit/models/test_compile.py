@@ -8,13 +8,13 @@ import torch
 from torch._dynamo.utils import counters
 
 from seqloom.dist import SingleRankTransport, bind_single_rank
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import TransformerOptions
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.compile import compile_layers
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.plan import Checkpoint, Group
 from support.attention_cases import CountingKernel
 from support.steps import Step, one_stage_plan, tiny_spec

@@ -5,7 +5,7 @@ import torch
 
 from seqloom.describe import ModelSpec
 from seqloom.dist.rank_tokens import bind
-from seqloom.dist.threads import run_ranks
+from seqloom.dist.thread_transport import run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.models import Rope, Transformer, TransformerOptions
 

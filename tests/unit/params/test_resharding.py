@@ -72,9 +72,10 @@ PASSES = {
     "a fold, with the table on both ends": ((Shape(2, 1, 2, 1, 1, "zb-v"),), (0, 2, 3), (0, 1, 2, 3)),
 }
 """Shapes, the stages that are gathered, the ranks that then hold less between passes."""
+QUICK, *LONGER = PASSES
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
 def test_stages_may_be_gathered_for_every_pass(threads, name):
     """Between passes a rank keeps a share, also of gradients; after the step no copy of such a stage has memory."""
     shapes, stages, fewer = PASSES[name]

@@ -6,7 +6,8 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 from seqloom.planners.loops import NEVER
-from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, fitting_problems
+from seqloom.planners.problem import GroupPlacement, fitting_problems
+from seqloom.planners.recompute import CHECKPOINTS
 from support.strategies import roomy_cost_model
 
 PUBLISHED = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)

@@ -27,7 +27,7 @@ def cost_of(profile, sharding="none", ranks=8):
     return CostModel(Cluster.parse(f"1x{ranks}xCPU"), MODEL, profile, sharding, max_length=8192, capacity=1024)
 
 
-@pytest.mark.parametrize(("sharding", "seed"), [("none", 0), ("full", 1)])
+@pytest.mark.parametrize(("sharding", "seed"), [pytest.param("none", 0, marks=pytest.mark.slow), ("full", 1)])
 def test_a_machine_that_follows_the_cost_model_is_found_again(seed, sharding):
     rng = np.random.default_rng(seed)
     machine = scale_constants(START, {name: float(rng.uniform(0.3, 4)) for name in CONSTANTS})

@@ -10,7 +10,7 @@ from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
-from seqloom.planners.ahead import StepPlan
+from seqloom.planners.plan_ahead import StepPlan
 from seqloom.train import trainer
 from seqloom.train.trainer import PlanBroadcast
 

@@ -14,7 +14,7 @@ import torch
 from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
 from seqloom.attention.context_parallel.routed import RoutedExchanges, key_item, returned_item
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
-from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, merge_ops, sum_dtype
+from seqloom.attention.merge import GradientAccumulator, MergeOps, OutputAccumulator, merge_ops, sum_dtype
 from seqloom.attention.tiles import (
     GatherSchedule,
     LocalHeads,
@@ -78,7 +78,8 @@ class Gather(ContextParallelAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `ContextParallelAttention.forward`."""
         total = OutputAccumulator(q, self.ops)
-        forward_tiles(self.tiles, total, q, self._gather(k, v, overlap))
+        for part in forward_tiles(self.tiles, q, self._gather(k, v, overlap)):
+            total.merge(part)
         return total.result()
 
     def backward(self, dout: torch.Tensor, saved: Saved, overlap: Overlap) -> Gradients:

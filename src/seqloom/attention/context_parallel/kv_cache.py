@@ -34,8 +34,8 @@ import torch
 from seqloom.attention.context_parallel.overlap import Overlap
 from seqloom.attention.context_parallel.ring import Ring, RingKeys, Tensors
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
-from seqloom.attention.lse import merge_ops
 from seqloom.attention.masks import Segments
+from seqloom.attention.merge import merge_ops
 from seqloom.attention.tiles import LocalHeads, Tile, prepare_tiles
 from seqloom.dist.rank_tokens import BoundGroup, Context
 from seqloom.dist.rows import RowIndex, count, on_device, put, slice_or_index, take

@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round, every ring index computes its tiles with each of them in turn.
 
 In step s index i works on the keys of index j = (i - s) mod ring, while the keys of the next step are under way. Each
-step merges its results into the output by log-sum-exp (`lse.OutputAccumulator`, filled by `tiles.forward_tiles`).
+step merges its results into the output by log-sum-exp (`merge.OutputAccumulator`).
 Backward sends keys and values round again, and their gradients one step behind them, in float32: they are sums that
 grow with every step, and after the last one they return to the ranks of their keys.
 
@@ -22,7 +22,7 @@ import torch
 from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
 from seqloom.attention.context_parallel.routed import RoutedExchanges, gradient_item, key_item
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
-from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
+from seqloom.attention.merge import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.tiles import (
     LocalHeads,
     PreparedTile,
@@ -92,7 +92,8 @@ class Ring(ContextParallelAttention):
             transfer = self.routed.forward[step] if self.routed is not None and incoming else None
             handle = self._send_to_next(transfer, (held if incoming else [], incoming))
             for keys, kv in zip(self.keys, held, strict=True):
-                forward_tiles(keys.steps[step], total, q, kv)
+                for part in forward_tiles(keys.steps[step], q, kv):
+                    total.merge(part)
             overlap(step)
             handle.wait()
             held = incoming or held

@@ -15,7 +15,7 @@ import torch
 
 from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
 from seqloom.attention.kernels.interface import Gradients, Saved
-from seqloom.attention.lse import sum_dtype
+from seqloom.attention.merge import sum_dtype
 from seqloom.attention.tiles import ZigzagChunks, visible_runs
 from seqloom.dist.routed import RoutedHandle, RoutedTransfer
 from seqloom.dist.transport import Handle, Transport

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from seqloom.attention.lse import sum_dtype
+from seqloom.attention.merge import sum_dtype
 from seqloom.dist.rank_tokens import BoundGroup
 from seqloom.dist.transport import Transport, all_to_all
 from seqloom.plan.round import even_ranges

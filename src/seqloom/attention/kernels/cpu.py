@@ -15,8 +15,8 @@ import torch
 
 from seqloom import compat
 from seqloom.attention.kernels.interface import DTYPES, AttentionShape, Capabilities, Gradients, Saved
-from seqloom.attention.lse import sum_dtype
 from seqloom.attention.masks import Segments
+from seqloom.attention.merge import sum_dtype
 
 MASKED_QUERIES = 256
 """Queries that share one added mask."""

@@ -15,8 +15,8 @@ import torch
 
 from seqloom import compat
 from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved, device_rows
-from seqloom.attention.lse import sum_dtype
 from seqloom.attention.masks import Segments
+from seqloom.attention.merge import sum_dtype
 from seqloom.dist.rows import on_device
 
 

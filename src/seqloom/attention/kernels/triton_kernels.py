@@ -13,7 +13,7 @@ stride is the tuple (row, head), in elements. Exponentials of attention are base
                    dk = scale dS^T q   that read it
 
                `lse` and `out` are those of the whole softmax, which may have more keys than are given here
-    merge      `merge_outputs` and `add_gradients` of attention/lse.py in one pass over memory, sums in float32. A row
+    merge      `merge_outputs` and `add_gradients` of attention/merge.py in one pass over memory, sums in float32. A row
                that saw nothing has output 0 and log-sum-exp -inf and changes nothing, bit for bit. Outputs are
                [rows, heads, dim] with a contiguous last axis, log-sum-exps [heads, rows] with contiguous rows
 """
@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqloom.attention.lse import MAX_PARTS, PartialGradient, PartialOutput
+from seqloom.attention.merge import MAX_PARTS, PartialGradient, PartialOutput
 from seqloom.errors import SeqloomError
 
 

@@ -1,7 +1,7 @@
 """Layers of transformers in rounds that move their tokens: to other ranks for the MLP, or within a TP group.
 
 Attention and MLP are not given the context of a round, their layer is. So a layer puts hooks on them while it runs and
-removes them after (`models.recompute.LayerWrapper`): nothing is left behind for a call with another context.
+removes them after (`models.layer_wrapper.LayerWrapper`): nothing is left behind for a call with another context.
 
     remap MLP          x -> [to the linear layout -> MLP -> back] -> x
     tensor parallel    x -> [all-gather rows -> attention or MLP -> last projection -> reduce-scatter rows] -> x
@@ -25,7 +25,7 @@ from seqloom.dist.rank_tokens import TokenRedistribute, redistribute_tokens
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
 from seqloom.integrations.transformers.tensor_parallel import Region
-from seqloom.models.recompute import LayerWrapper
+from seqloom.models.layer_wrapper import LayerWrapper
 from seqloom.models.transformer import check_weight_shard
 from seqloom.plan import Remap
 

@@ -24,7 +24,8 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.loops import NEVER
 from seqloom.planners.packing import least_loaded
-from seqloom.planners.problem import CHECKPOINTS, BatchProblem, GroupPlacement, fitting_problems
+from seqloom.planners.problem import BatchProblem, GroupPlacement, fitting_problems
+from seqloom.planners.recompute import CHECKPOINTS
 from seqloom.planners.uniform import holding_degrees, uniform_answers
 
 ROWS = 512

@@ -49,11 +49,10 @@ from seqloom.plan import Method, Plan, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.packing import best_fit_decreasing, next_fit
 from seqloom.planners.problem import (
     build_plan,
-    checkpoint_capacities,
-    fastest_checkpoint,
     fitting_problems,
     whole_documents,
 )
+from seqloom.planners.recompute import checkpoint_capacities, fastest_checkpoint
 
 MEGATRON_SLACK = 1.05
 """Times the longest document's work: no rank of a micro-batch gets more."""

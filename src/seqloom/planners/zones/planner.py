@@ -21,10 +21,9 @@ from seqloom.planners.packing import least_loaded
 from seqloom.planners.problem import (
     BatchProblem,
     build_plan,
-    checkpoint_capacities,
-    fastest_checkpoint,
     whole_documents,
 )
+from seqloom.planners.recompute import checkpoint_capacities, fastest_checkpoint
 from seqloom.planners.remap import with_remapping
 from seqloom.planners.zones.fill import (
     SINGLE_RANK,

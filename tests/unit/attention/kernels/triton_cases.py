@@ -14,8 +14,8 @@ from triton.runtime import interpreter
 from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.triton_attention import Config, TritonSegments
 from seqloom.attention.kernels.triton_kernels import accumulate, add_gradients, merge_outputs
-from seqloom.attention.lse import PartialGradient, PartialOutput
 from seqloom.attention.masks import Segments
+from seqloom.attention.merge import PartialGradient, PartialOutput
 from seqloom.errors import SeqloomError
 
 torch.set_num_threads(1)

@@ -19,8 +19,8 @@ from typing import Self, TypeVar, cast
 
 import torch
 
-from seqloom.dist.matching import MessageMatcher, Operation, Stopped
-from seqloom.dist.strict import StrictMessageMatcher
+from seqloom.dist.message_matching import MessageMatcher, Operation, Stopped
+from seqloom.dist.strict_transport import StrictMessageMatcher
 from seqloom.dist.torch_transport import check_block
 from seqloom.dist.transport import Handle, Message, P2PChannel, P2PDirection, P2PTensor, Transport, check_peer
 from seqloom.errors import SeqloomError
@@ -87,7 +87,7 @@ class Ranks:
         names the rank. When all ranks wait for each other, the error says at once who waits for what.
 
         Args:
-            strict: enforce NCCL's rules, see `strict.py`.
+            strict: enforce NCCL's rules, see `strict_transport.py`.
             family: if given, blocks outside it are refused.
             timeout_s: seconds after which the run is given up.
         """

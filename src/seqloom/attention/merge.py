@@ -7,7 +7,7 @@ With out_a, lse_a over the keys of a, out_b, lse_b over those of b, and so on,
 A part that saw nothing has lse -inf and weight exactly 0. Several parts are merged in one pass over memory, in float32
 (float64 for float64), and the result is rounded once, at the end. Gradients are plain sums and accumulate the same way.
 
-A ring step, a gather, a prefix of earlier pieces: all add their results to an `OutputAccumulator`.
+A ring step, a gather, a prefix of earlier pieces: all merge their results into an `OutputAccumulator`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def merge_ops(device: torch.device, dtype: torch.dtype) -> MergeOps:
 
 
 class OutputAccumulator:
-    """The output of queries `q`, to which partial results over more keys are added. A single one is not copied."""
+    """The output of queries `q`, into which partial results over more keys are merged. A single one is not copied."""
 
     __slots__ = ("_ops", "_parts", "_q")
 
@@ -113,12 +113,12 @@ class OutputAccumulator:
         self._q, self._ops = q, ops
         self._parts: list[PartialOutput] = []
 
-    def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Add the result of a run of rows: out [len(rows), heads, dim], lse [heads, len(rows)]."""
+    def merge(self, part: PartialOutput) -> None:
+        """Merge the result of a run of rows over more keys."""
         if len(self._parts) == MAX_PARTS:
             merged = self._ops.merge_outputs(self._parts, len(self._q), sum_dtype(self._q.dtype))
             self._parts = [PartialOutput(*merged, 0)]
-        self._parts.append(PartialOutput(out, lse, rows.start))
+        self._parts.append(part)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse); out [rows, heads, dim] in the dtype of the queries, lse [heads, rows]."""

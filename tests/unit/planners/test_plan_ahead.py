@@ -10,8 +10,8 @@ import pytest
 from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
-from seqloom.planners.ahead import PlanAhead
 from seqloom.planners.bounds import lower_bound
+from seqloom.planners.plan_ahead import PlanAhead
 from seqloom.simulate import simulate
 
 COST = cost_model("1x8xH200", "llama3-8b")

@@ -10,13 +10,13 @@ import torch
 from seqloom.attention import attention
 from seqloom.cost.compute import layer_values
 from seqloom.dist import run_ranks
-from seqloom.engine.rank_plan import bind_plan
+from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Route, Span
 from seqloom.models import Transformer
 from seqloom.models import recompute as module
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
-from seqloom.models.recompute import recompute_layers
+from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.plan import Checkpoint, Group, Method, Sharding
 from support.attention_cases import CountingKernel
 from support.steps import Step, one_stage_plan, tiny_spec

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 
 import torch
 
-from seqloom.dist.matching import MessageMatcher, Operation, Side
+from seqloom.dist.message_matching import MessageMatcher, Operation, Side
 from seqloom.errors import SeqloomError
 
 

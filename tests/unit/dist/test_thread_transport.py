@@ -200,7 +200,7 @@ def test_ranks_keep_their_threads_and_survive_a_failure():
 
 
 def test_ranks_that_do_not_come_back_are_not_used_again(monkeypatch):
-    monkeypatch.setattr("seqloom.dist.threads.GRACE_S", 0.05)
+    monkeypatch.setattr("seqloom.dist.thread_transport.GRACE_S", 0.05)
     gate = threading.Event()
     with Ranks(2) as ranks:
         with pytest.raises(SeqloomError, match="not done after"):

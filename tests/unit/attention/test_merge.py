@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seqloom.attention.lse import (
+from seqloom.attention.merge import (
     TORCH_OPS,
     GradientAccumulator,
     OutputAccumulator,
@@ -76,7 +76,7 @@ def test_merging_many_parts_in_float32_keeps_the_error_flat():
     parts = [partial(64, 2, 16, seed) for seed in range(32)]
     total = OutputAccumulator(parts[0][1].bfloat16(), TORCH_OPS)
     for _, out, lse, _ in parts:
-        total.add(slice(0, 64), out.bfloat16(), lse.float())
+        total.merge(PartialOutput(out.bfloat16(), lse.float(), 0))
     found, _ = total.result()
     logits, values = torch.cat([part[0] for part in parts], -1), torch.cat([part[3] for part in parts])
     truth = torch.einsum("hqk,khd->qhd", torch.softmax(logits, -1), values)
@@ -87,7 +87,7 @@ def test_merging_many_parts_in_float32_keeps_the_error_flat():
 def test_a_total_adopts_the_first_part_when_it_covers_all():
     _, out, lse, _ = partial(4, 2, 3, seed=1)
     total = OutputAccumulator(out, TORCH_OPS)
-    total.add(slice(0, 4), out, lse)
+    total.merge(PartialOutput(out, lse, 0))
     found, found_lse = total.result()
     assert found is out and found_lse is lse
 
@@ -95,8 +95,8 @@ def test_a_total_adopts_the_first_part_when_it_covers_all():
 def test_a_total_of_parts_of_the_rows():
     _, out, lse, _ = partial(4, 2, 3, seed=1)
     total = OutputAccumulator(out, TORCH_OPS)
-    total.add(slice(0, 1), out[:1], lse[:, :1])
-    total.add(slice(2, 4), out[2:], lse[:, 2:])
+    total.merge(PartialOutput(out[:1], lse[:, :1], 0))
+    total.merge(PartialOutput(out[2:], lse[:, 2:], 2))
     found, found_lse = total.result()
     assert torch.equal(found[[0, 2, 3]], out[[0, 2, 3]]) and torch.equal(found_lse[:, [0, 2, 3]], lse[:, [0, 2, 3]])
     assert torch.equal(found[1], torch.zeros(2, 3, dtype=out.dtype)) and found_lse[:, 1].eq(-torch.inf).all()
