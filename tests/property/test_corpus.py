@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import plan_corpus
 
 ENTRIES = [json.loads(line) for line in plan_corpus.CORPUS.read_text().splitlines()]
-SAMPLED = ENTRIES[::9]
+SAMPLED = ENTRIES[::15]
 
 
 def differing(entries):

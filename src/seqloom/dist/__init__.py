@@ -1,9 +1,9 @@
 """Moves tensors between ranks and computes nothing.
 
-`transport` is what the engine asks of a network, `torch_transport` runs it on torch.distributed, `threads` on threads
-of one process (`strict` enforces NCCL's rules there). `rank_tokens` tells a rank which tokens it holds and moves them
-between layouts, `tensor_parallel` gathers them for ranks that share weights, `resharding` moves weights between
-layouts, `routed` sends messages between nodes over all NICs.
+`transport` is what the engine asks of a network, `torch_transport` runs it on torch.distributed, `thread_transport` on
+threads of one process (`strict_transport` enforces NCCL's rules there). `rank_tokens` tells a rank which tokens it
+holds and moves them between layouts, `tensor_parallel` gathers them for ranks that share weights, `resharding` moves
+weights between layouts, `routed` sends messages between nodes over all NICs.
 """
 
 from seqloom.dist.rank_tokens import Context, bind, bind_single_rank, pieces_of_plan, run_in_mlp_layout

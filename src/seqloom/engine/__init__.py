@@ -5,7 +5,7 @@
     parameters = FSDPParameters(adapter, transport, plan.sharding, node_size=plan.limits.node_size)
     result = run_step(bind_plan(plan, transport, device=device), parameters, rows, valid)
 
-`rank_plan` says what this rank does, `executor` does it, `stage_p2p` moves hidden states between stages.
+`rank_actions` says what this rank does, `executor` does it, `stage_p2p` moves hidden states between stages.
 """
 
 from seqloom.engine.executor import StepResult, evaluate, run_step

@@ -14,7 +14,7 @@ from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Route, Span
 from seqloom.models import Transformer
-from seqloom.models import recompute as module
+from seqloom.models import layer_wrapper as module
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.plan import Checkpoint, Group, Method, Sharding
