@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.dist import Communicators, P2PTensor, Resharder, TorchTransport
+from seqloom.dist import Channel, Communicators, P2PTensor, Resharder, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily, Pipeline, Stage, Weight, compute_layout, optimiser_layout
 from support.programs import DTYPES, every_verb, expected_of, random_program, run_program
@@ -57,19 +57,19 @@ def test_counting_works_on_any_transport(gloo_pool):
     assert gloo_pool.run(count, ranks=4) == [(2 * 44, 1), (2 * 8, 2), (0, 2), (2 * 4, 2)]
 
 
-def background(transport):
-    """Tensors of both world communicators between the same ranks, started in different orders."""
+def on_two_channels(transport):
+    """Tensors of two channels between the same ranks, started in different orders."""
     peer, received = transport.rank ^ 1, [torch.zeros(3), torch.zeros(3)]
     given = [torch.full((3,), 1.0 + transport.rank), torch.full((3,), -1.0 - transport.rank)]
-    doors = [transport, transport.background]
+    channels = [transport, transport.on(Channel.BACKWARD_ODD)]
     order = (0, 1) if transport.rank % 2 else (1, 0)
-    for handle in [doors[k].exchange([P2PTensor(peer, given[k])], [P2PTensor(peer, received[k])]) for k in order]:
+    for handle in [channels[k].exchange([P2PTensor(peer, given[k])], [P2PTensor(peer, received[k])]) for k in order]:
         handle.wait()
     return [each[0].item() for each in received]
 
 
-def test_background_exchanges_do_not_mix_with_others(gloo_pool):
-    assert gloo_pool.run(background, ranks=4) == [[1.0 + (rank ^ 1), -1.0 - (rank ^ 1)] for rank in range(4)]
+def test_channels_do_not_mix(gloo_pool):
+    assert gloo_pool.run(on_two_channels, ranks=4) == [[1.0 + (rank ^ 1), -1.0 - (rank ^ 1)] for rank in range(4)]
 
 
 def refusals(transport):

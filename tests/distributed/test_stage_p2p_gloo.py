@@ -1,9 +1,7 @@
-"""Stages as real processes: messages on directions, and the numbers of one process."""
+"""Stages as real processes: the numbers of one process."""
 
 import pytest
-import torch
 
-from seqloom.dist import P2PChannel, P2PDirection
 from seqloom.layout import Span
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.pipeline_fsdp import PipelineFSDP
@@ -14,45 +12,6 @@ from support.pipelines import stages_on
 from support.steps import Step, tiny_spec
 
 STEP = Step((13, 10, 6), tiny_spec(layers=4, tied=True))
-
-
-def early(transport):
-    """Every rank receives from all others in both directions before anybody sends; returns what it got, by peer."""
-    me, others = transport.rank, [peer for peer in range(transport.ranks) if peer != transport.rank]
-    ways = [
-        P2PChannel(direction, *pair)
-        for direction in P2PDirection
-        for peer in others
-        for pair in ((me, peer), (peer, me))
-    ]
-    transport.connect(ways)
-    rooms = {
-        (peer, direction, k): torch.empty(k + 1) for peer in others for direction in P2PDirection for k in range(2)
-    }
-    waiting = [transport.receive(room, peer, direction) for (peer, direction, _), room in rooms.items()]
-    total = torch.ones(1)
-    transport.all_reduce(total, tuple(range(transport.ranks)))  # is not held up
-    kinds = [(direction, k) for direction in reversed(P2PDirection) for k in range(2)]
-    sent = [torch.full((k + 1,), 100.0 * me + 10 * list(P2PDirection).index(direction) + k) for direction, k in kinds]
-    handles = [
-        transport.send(each, peer, direction)
-        for peer in reversed(others)
-        for each, (direction, _) in zip(sent, kinds, strict=True)
-    ]
-    for handle in (*waiting, *handles):
-        handle.wait()
-        assert handle.done()
-    return {
-        (peer, list(P2PDirection).index(direction), k): room.unique().tolist()
-        for (peer, direction, k), room in rooms.items()
-    }
-
-
-def test_messages_arrive_in_order_and_ways_do_not_wait_for_each_other(gloo_pool):
-    for me, found in enumerate(gloo_pool.run(early, ranks=3)):
-        assert len(found) == 8
-        for (peer, direction, k), values in found.items():
-            assert peer != me and values == [100.0 * peer + 10 * direction + k]
 
 
 def planned(name, hosts, width, pieces, sharding):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from seqloom.dist.transport import Handle, Message, P2PChannel, P2PDirection, P2PTensor, Transport
+from seqloom.dist.transport import Channel, Exchange, P2PTensor, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,9 @@ class CountingTransport:
         """See `Transport.waits_in_stream`."""
         return self._transport.waits_in_stream
 
-    @property
-    def background(self) -> CountingTransport:
-        """See `Transport.background`; what travels there is counted here too."""
-        other = CountingTransport(self._transport.background)
+    def on(self, channel: Channel) -> CountingTransport:
+        """See `Transport.on`; what travels there is counted here too."""
+        other = CountingTransport(self._transport.on(channel))
         other._traffic, other._sent_to = self._traffic, self._sent_to
         return other
 
@@ -66,7 +65,7 @@ class CountingTransport:
         return self._traffic.get(verb, Traffic())
 
     def bytes_to(self, peer: int) -> int:
-        """Return the bytes that left for one rank in exchanges and messages, since the start or the last `reset`."""
+        """Return the bytes that left for one rank in exchanges, since the start or the last `reset`."""
         return self._sent_to[peer]
 
     def reset(self) -> None:
@@ -87,7 +86,7 @@ class CountingTransport:
         own = input_sizes[list(block).index(self.rank)]
         self._count("all_to_all", (sum(input_sizes) - own) * input.element_size())
 
-    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Exchange:
         """See `Transport.exchange`."""
         handle = self._transport.exchange(sends, receives)
         for peer, tensor in sends:
@@ -104,22 +103,6 @@ class CountingTransport:
         """See `Transport.all_reduce`."""
         self._transport.all_reduce(tensor, block)
         self._count("all_reduce", -(-2 * (len(block) - 1) * tensor.nbytes // len(block)))
-
-    def connect(self, channels: Iterable[P2PChannel]) -> None:
-        """See `Transport.connect`."""
-        self._transport.connect(channels)
-
-    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
-        """See `Transport.send`."""
-        message = self._transport.send(tensor, peer, direction)
-        self._sent_to[peer] += tensor.nbytes
-        self._count("send", tensor.nbytes)
-        return message
-
-    def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
-        """See `Transport.receive`."""
-        self._count("receive", 0)
-        return self._transport.receive(tensor, peer, direction)
 
     def _count(self, verb: str, size: int) -> None:
         before = self.traffic(verb)

@@ -11,14 +11,12 @@ from seqloom.dist.resharding import Resharder
 from seqloom.dist.tensor_parallel import all_gather_rows, attention_context, reduce_scatter_rows
 from seqloom.dist.thread_transport import Ranks, SingleRankTransport, run_ranks
 from seqloom.dist.torch_transport import Communicators, TorchTransport
-from seqloom.dist.transport import Message, P2PChannel, P2PDirection, P2PTensor, Transport
+from seqloom.dist.transport import Channel, P2PTensor, Transport
 
 __all__ = [
+    "Channel",
     "Communicators",
     "Context",
-    "Message",
-    "P2PChannel",
-    "P2PDirection",
     "P2PTensor",
     "Ranks",
     "Resharder",

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from seqloom.dist.transport import P2PDirection
+from seqloom.dist.transport import Channel
 from seqloom.errors import SeqloomError
 
 
@@ -46,17 +46,15 @@ class Operation:
     """One verb called by one rank: the `number`-th on its communicator, done when every side is matched.
 
     Attributes:
-        block: ranks of the communicator; None: the world communicator of `exchange`, or a message.
-        direction: of a message, which has a single side and no communicator.
-        background: on the second world communicator; `block` is None.
+        block: ranks of the communicator; None: the world, in the communicator of a channel.
+        channel: of an exchange; None: a verb of a block.
     """
 
     rank: int
     verb: str
     block: tuple[int, ...] | None
     number: int
-    direction: P2PDirection | None = None
-    background: bool = False
+    channel: Channel | None = None
     sides: list[Side] = field(default_factory=list)
     open_sides: int = 0
     done: bool = False
@@ -66,16 +64,14 @@ class Operation:
         return f"{self.verb} #{self.number}" + ("" if self.block is None else f" on ranks {self.block}")
 
     @property
-    def channel(self) -> object:
-        """Operations are matched within a channel."""
-        return (self.block, self.background) if self.direction is None else self.direction
+    def communicator(self) -> object:
+        """Operations are matched within a communicator, where those of one rank keep their order."""
+        return self.block, self.channel
 
     @property
-    def queue(self) -> tuple[object, ...]:
-        """Operations of one rank keep their order within a queue."""
-        if self.direction is None:
-            return self.channel, self.rank
-        return self.direction, self.rank, self.sides[0].peer, self.sides[0].sends
+    def queue(self) -> tuple[object, int]:
+        """The operations of this rank on the communicator."""
+        return self.communicator, self.rank
 
     def missing(self) -> str:
         """Say what this operation still waits for."""
@@ -103,7 +99,7 @@ class MessageMatcher:
         self._wake = [threading.Condition(self.lock) for _ in range(ranks)]
         self._waiting: dict[int, Operation] = {}
         self._ended: set[int] = set()
-        self._numbers: Counter[tuple[object, ...]] = Counter()
+        self._numbers: Counter[tuple[object, int]] = Counter()
         self._open: defaultdict[tuple[object, int, int, bool], deque[Side]] = defaultdict(deque)
 
     def post(
@@ -113,14 +109,12 @@ class MessageMatcher:
         block: tuple[int, ...] | None,
         sends: Iterable[tuple[int, torch.Tensor]],
         receives: Iterable[tuple[int, torch.Tensor]],
-        direction: P2PDirection | None = None,
-        *,
-        background: bool = False,
+        channel: Channel | None = None,
     ) -> Operation:
         """Start a verb of `rank`: flat tensors for, and from, other ranks (or itself), in order."""
         with self.lock:
             self._stop_if_failed()
-            operation = Operation(rank, verb, block, 0, direction, background)
+            operation = Operation(rank, verb, block, 0, channel)
             operation.sides = [Side(operation, peer, tensor, True) for peer, tensor in sends]
             operation.sides += [Side(operation, peer, tensor, False) for peer, tensor in receives]
             operation.open_sides = len(operation.sides)
@@ -174,23 +168,19 @@ class MessageMatcher:
         self._fail(error, rank)
         raise error
 
-    def explain(self, operation: Operation) -> str:
-        """Say what an operation that is not done waits for."""
-        return operation.missing()
-
     def describe(self, rank: int) -> str | None:
         """Say what `rank` waits for; None if it does not wait here. Needs `lock`."""
         operation = self._waiting.get(rank)
         if operation is not None:
-            return f"rank {rank} waits for {operation}: {self.explain(operation)}"
+            return f"rank {rank} waits for {operation}: {operation.missing()}"
         return f"rank {rank} has ended" if rank in self._ended else None
 
     def _match(self, side: Side) -> None:
         """Pair `side` with the oldest open one of its peer, or leave it open."""
-        channel, rank = side.operation.channel, side.operation.rank
-        waiting = self._open[channel, side.peer, rank, not side.sends]
+        communicator, rank = side.operation.communicator, side.operation.rank
+        waiting = self._open[communicator, side.peer, rank, not side.sends]
         if not waiting:
-            self._open[channel, rank, side.peer, side.sends].append(side)
+            self._open[communicator, rank, side.peer, side.sends].append(side)
             return
         other = waiting.popleft()
         send, receive = (side, other) if side.sends else (other, side)

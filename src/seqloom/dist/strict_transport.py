@@ -2,21 +2,24 @@
 
 On top of what every transport asks (one order of verbs per block, equal sizes and dtypes, contiguous tensors):
 
-- The operations of a communicator run one after the other on every rank. Only the first that is not done is matched
-  with others, so two ranks that first send to each other and then receive, in two exchanges, deadlock. Messages only
-  keep the order of their channel.
 - A received tensor can be read after `wait`, not before: until then it holds NaN (integers: the largest).
 - A sent tensor must not be written before `wait`.
 - Every handle is waited for.
+- A call returns when all its other sides have been called. On GPUs any call may do that to the host: NCCL connects two
+  ranks at their first message, and a kernel's first launch or an allocation drains the device, which is busy until the
+  peers of its messages have called. So the calls of all ranks need one order in which each only waits for earlier ones:
+  two ranks that first send to each other and then receive, in two exchanges, deadlock.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 
 from seqloom.dist.message_matching import MessageMatcher, Operation, Side
+from seqloom.dist.transport import Channel
 from seqloom.errors import SeqloomError
 
 
@@ -28,32 +31,30 @@ class StrictMessageMatcher(MessageMatcher):
     def __init__(self, ranks: int) -> None:
         """Start without any operation."""
         super().__init__(ranks)
-        self._queues: defaultdict[tuple[object, ...], deque[Operation]] = defaultdict(deque)
         self._sent: dict[Operation, dict[Side, torch.Tensor]] = {}  # copies, of operations not waited for
         self._arrived: defaultdict[Operation, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
 
+    def post(
+        self,
+        rank: int,
+        verb: str,
+        block: tuple[int, ...] | None,
+        sends: Iterable[tuple[int, torch.Tensor]],
+        receives: Iterable[tuple[int, torch.Tensor]],
+        channel: Channel | None = None,
+    ) -> Operation:
+        """Start a verb, see `MessageMatcher.post`; return when its other sides have started."""
+        operation = super().post(rank, verb, block, sends, receives, channel)
+        super().wait(operation)
+        return operation
+
     def start(self, operation: Operation) -> None:
-        """Queue the operation behind those of its rank and communicator that are not done."""
+        """Copy what is sent, and spoil what will be received."""
         self._sent[operation] = {side: side.tensor.clone() for side in operation.sides if side.sends}
         for side in operation.sides:
             if not side.sends:
                 _poison(side.tensor)
-        if not operation.sides:  # nothing to run, so nothing to queue for
-            super().start(operation)
-            return
-        queue = self._queues[operation.queue]
-        queue.append(operation)
-        if len(queue) == 1:
-            super().start(operation)
-
-    def finish(self, operation: Operation) -> None:
-        """Let the next operation of the queue be matched."""
-        super().finish(operation)
-        queue = self._queues[operation.queue]
-        if queue and queue[0] is operation:
-            queue.popleft()
-            if queue:
-                super().start(queue[0])
+        super().start(operation)
 
     def deliver(self, send: Side, receive: Side) -> None:
         """Keep the tensor until the receiver waits for it."""
@@ -79,15 +80,9 @@ class StrictMessageMatcher(MessageMatcher):
         """Note that the body of `rank` has returned; it must have waited for every handle."""
         with self.lock:
             left = next((operation for operation in self._sent if operation.rank == rank), None)
-            unmatched = "" if left is None or left.done else f", which still waits for its other side: {left.missing()}"
         if left is not None:
-            raise SeqloomError(f"rank {rank} ended without wait() for {left}{unmatched}; call wait() on every handle")
+            raise SeqloomError(f"rank {rank} ended without wait() for {left}; call wait() on every handle")
         super().leave(rank)
-
-    def explain(self, operation: Operation) -> str:
-        """Say what an operation waits for; behind another one, what that one waits for."""
-        first = self._queues[operation.queue][0]
-        return first.missing() if first is operation else f"behind {first}: {first.missing()}"
 
 
 def _poison(tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Self, TypeVar, cast
 
@@ -22,7 +22,7 @@ import torch
 from seqloom.dist.message_matching import MessageMatcher, Operation, Stopped
 from seqloom.dist.strict_transport import StrictMessageMatcher
 from seqloom.dist.torch_transport import check_block
-from seqloom.dist.transport import Handle, Message, P2PChannel, P2PDirection, P2PTensor, Transport, check_peer
+from seqloom.dist.transport import Channel, Exchange, P2PTensor, Transport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -155,20 +155,19 @@ class ThreadTransport:
     waits_in_stream = False  # ranks meet on the host
 
     def __init__(
-        self, rank: int, matcher: MessageMatcher, family: GroupFamily | None, *, background: bool = False
+        self, rank: int, matcher: MessageMatcher, family: GroupFamily | None, channel: Channel = Channel.LAYERS
     ) -> None:
-        """Join a run as `rank`; with `background`, exchanges are on the second world communicator."""
-        self.rank, self.ranks, self._family, self._background = rank, matcher.ranks, family, background
+        """Join a run as `rank`; exchanges are on this channel."""
+        self.rank, self.ranks, self._family, self._channel = rank, matcher.ranks, family, channel
         self._run_matcher = matcher
 
     @property
     def _matcher(self) -> MessageMatcher:
         return self._run_matcher
 
-    @property
-    def background(self) -> Transport:
-        """This transport on the second world communicator."""
-        return ThreadTransport(self.rank, self._matcher, self._family, background=True)
+    def on(self, channel: Channel) -> Transport:
+        """Return this transport on another channel."""
+        return ThreadTransport(self.rank, self._matcher, self._family, channel)
 
     def all_to_all(
         self,
@@ -182,7 +181,7 @@ class ThreadTransport:
         sent = _chunks("all_to_all input", input, input_sizes, block)
         self._collective("all_to_all", block, sent, _chunks("all_to_all output", output, output_sizes, block))
 
-    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Exchange:
         """Post all sends and receives."""
         for peer, _ in (*sends, *receives):
             if not 0 <= peer < self.ranks:
@@ -192,9 +191,9 @@ class ThreadTransport:
                 )
         outgoing = [(peer, _flat("sent tensor", tensor)) for peer, tensor in sends]
         incoming = [(peer, _flat("received tensor", tensor)) for peer, tensor in receives]
-        verb = "background exchange" if self._background else "exchange"
+        verb = "exchange" if self._channel == Channel.LAYERS else f"exchange of {self._channel.name}"
         matcher = self._matcher
-        return _Handle(matcher, matcher.post(self.rank, verb, None, outgoing, incoming, background=self._background))
+        return _Handle(matcher, matcher.post(self.rank, verb, None, outgoing, incoming, self._channel))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
         """Send the input to every rank of the block."""
@@ -210,27 +209,6 @@ class ThreadTransport:
         for part in parts[1:]:
             total += part
         flat.copy_(total)
-
-    def connect(self, channels: Iterable[P2PChannel]) -> None:
-        """Refuse channels that do not join this rank with another one."""
-        for direction, sender, receiver in channels:
-            check_peer(self.rank, self.ranks, receiver if sender == self.rank else sender, direction)
-
-    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
-        """Post a send."""
-        return self._message(tensor, peer, direction, sends=True)
-
-    def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
-        """Post a receive."""
-        return self._message(tensor, peer, direction, sends=False)
-
-    def _message(self, tensor: torch.Tensor, peer: int, direction: P2PDirection, *, sends: bool) -> Message:
-        check_peer(self.rank, self.ranks, peer, direction)
-        sides = [(peer, _flat("sent message" if sends else "received message", tensor))]
-        outgoing, incoming = (sides, []) if sends else ([], sides)
-        matcher = self._matcher
-        operation = matcher.post(self.rank, f"{direction} message", None, outgoing, incoming, direction)
-        return _Handle(matcher, operation)
 
     def _collective(
         self, verb: str, block: Sequence[int], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
@@ -254,14 +232,13 @@ class SingleRankTransport(ThreadTransport):
     def _matcher(self) -> MessageMatcher:
         return MessageMatcher(1)
 
-    @property
-    def background(self) -> Transport:
-        """Itself."""
+    def on(self, channel: Channel) -> Transport:
+        """Return itself."""
         return self
 
 
 class _Handle:
-    """A started exchange or message of one rank."""
+    """A started exchange of one rank."""
 
     def __init__(self, matcher: MessageMatcher, operation: Operation) -> None:
         self._matcher, self._operation = matcher, operation
@@ -271,7 +248,7 @@ class _Handle:
         self._matcher.wait(self._operation)
 
     def done(self) -> bool:
-        """See `Message.done`."""
+        """See `Exchange.done`."""
         return self._operation.done
 
 

@@ -5,14 +5,18 @@ verify`), `SingleRankTransport` on one rank. All of them follow NCCL's rules: th
 verbs in the same order with matching sizes and dtypes, messages carry no tags, and sends that cross are in one
 `exchange`.
 
-Pipeline stages use `send` and `receive`. Each `P2PChannel` (direction, sender, receiver) delivers its messages in the
-order sent and waits neither for other channels nor for the other verbs, so a receive may start long before the send.
+Exchanges use one of a few world communicators, the `Channel`s. Those of one channel run one after the other on every
+rank; channels do not wait for each other.
+
+A call may block the host until its other side is called too: NCCL does so when a pair of ranks first meets, and a GPU
+whose kernel waits for a peer does so to whoever must drain it first (a kernel's first launch, an allocation). So the
+calls of all ranks have one global order, see `dist.strict_transport`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,25 +25,24 @@ import torch
 from seqloom.errors import SeqloomError
 
 
-class P2PDirection(StrEnum):
-    """Hidden states to the next stage (forward), or their gradients to the previous one (backward)."""
+class Channel(IntEnum):
+    """A world communicator for exchanges.
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
+    Messages between pipeline stages have four, so that what a stage receives does not wait behind what it sends:
+    forward or backward, from pipeline ranks of even number or of odd number.
+    """
 
+    LAYERS = 0  # rings and token redistribution inside the layers
+    PARAMETERS = 1  # parameters and gradients, while layers compute
+    FORWARD_EVEN = 2
+    FORWARD_ODD = 3
+    BACKWARD_EVEN = 4
+    BACKWARD_ODD = 5
 
-class P2PChannel(NamedTuple):
-    """Messages of one direction from one rank to another."""
-
-    direction: P2PDirection
-    sender: int
-    receiver: int
-
-    @property
-    def peers(self) -> tuple[int, int]:
-        """The two ranks, the lower one first."""
-        low, high = sorted((self.sender, self.receiver))
-        return low, high
+    @classmethod
+    def of_message(cls, pp_rank: int, *, forward: bool) -> Channel:
+        """Return the channel of a message that leaves a pipeline rank for the next stage, or the previous one."""
+        return cls((cls.FORWARD_EVEN if forward else cls.BACKWARD_EVEN) + pp_rank % 2)
 
 
 class P2PTensor(NamedTuple):
@@ -56,8 +59,8 @@ class Handle(Protocol):
         """Return when received tensors may be read and sent ones overwritten (on a GPU: in stream order)."""
 
 
-class Message(Handle, Protocol):
-    """A `send` or `receive` in flight."""
+class Exchange(Handle, Protocol):
+    """An exchange in flight."""
 
     def done(self) -> bool:
         """Whether `wait` is known to return at once; a transport that cannot tell says no until `wait` returned."""
@@ -78,12 +81,8 @@ class Transport(Protocol):
     def waits_in_stream(self) -> bool:
         """Whether `wait` of a handle blocks only the current CUDA stream, not the caller."""
 
-    @property
-    def background(self) -> Transport:
-        """The same ranks with `exchange` on a second world communicator, for traffic that overlaps the computation.
-
-        Exchanges here and there do not wait for each other.
-        """
+    def on(self, channel: Channel) -> Transport:
+        """Return the same ranks with `exchange` on another channel."""
 
     def all_to_all(
         self,
@@ -101,8 +100,8 @@ class Transport(Protocol):
             block: ranks of the communicator, this one included; one of the fixed family.
         """
 
-    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
-        """Start all these sends and receives at once, on the world communicator (batch_isend_irecv).
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Exchange:
+        """Start all these sends and receives at once, on the communicator of the channel (batch_isend_irecv).
 
         Tensors between the same two ranks arrive in the order listed.
         """
@@ -112,18 +111,6 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
         """Replace `tensor` by its sum over the ranks of `block`, bit for bit the same on all of them."""
-
-    def connect(self, channels: Iterable[P2PChannel]) -> None:
-        """Set up channels for `send` and `receive`. Both ends name a channel before its first message.
-
-        Ranks may name different channels; naming a connected one again costs nothing.
-        """
-
-    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
-        """Start to send a contiguous tensor of at least one element to another rank."""
-
-    def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
-        """Start to receive the next message of `peer` into a contiguous tensor of its size and dtype."""
 
 
 class Completed:
@@ -139,16 +126,7 @@ class Completed:
         return True
 
 
-def check_peer(rank: int, ranks: int, peer: int, direction: P2PDirection) -> None:
-    """Refuse a message to the rank itself or to a rank outside the world."""
-    if peer == rank or not 0 <= peer < ranks:
-        raise SeqloomError(
-            f"rank {rank} has a {direction} message with rank {peer}: messages join two of the ranks 0 .. {ranks - 1}; "
-            "copy what stays on a rank"
-        )
-
-
-def exchange_nonempty(transport: Transport, sends: Iterable[P2PTensor], receives: Iterable[P2PTensor]) -> Handle:
+def exchange_nonempty(transport: Transport, sends: Iterable[P2PTensor], receives: Iterable[P2PTensor]) -> Exchange:
     """Start an exchange of the tensors that have elements: both sides know the sizes and leave the others out."""
     outgoing = [each for each in sends if each.tensor.numel()]
     incoming = [each for each in receives if each.tensor.numel()]

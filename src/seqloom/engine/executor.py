@@ -27,11 +27,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from seqloom.dist import Context
 from seqloom.engine.rank_actions import RankPlan
-from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Receive, RowSlice, StageP2P
+from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import valid_tokens
 from seqloom.params.interface import Parameters
-from seqloom.plan import Action, ActionKind, Checkpoint, Plan, Sharding
+from seqloom.plan import Action, ActionKind, Checkpoint, Sharding
 
 Rows = Callable[[Context], tuple[torch.Tensor, torch.Tensor]]
 """rows(context) -> ids and labels, int64[context.tokens] each, on its device, in the order of `context.spans`."""
@@ -112,7 +112,8 @@ class _Run:
         self._p2p = StageP2P(
             rank_plan.transport,
             parameters.empty_hidden_states,
-            _receives(rank_plan, self._actions),
+            rank_plan.pipeline,
+            self._actions,
             rank_plan.progress,
         )
         self._states: dict[tuple[int, int | None], MicrobatchState] = {}
@@ -123,7 +124,7 @@ class _Run:
             rank_plan.kv_cache.backward = training
 
     def run_actions(self) -> None:
-        progress, reducing = self._rank_plan.progress, _reducing_backwards(self._actions, self._rank_plan.plan)
+        progress, reducing = self._rank_plan.progress, _reducing_backwards(self._actions, self._rank_plan)
         for index, action in enumerate(self._actions):
             progress.start(action)
             self._p2p.poll()
@@ -175,7 +176,9 @@ class _Run:
         elif kind in (SEND_F, SEND_B):
             self._p2p.send(action, _row_slices(self._rank_plan, action))
         elif kind in (RECV_F, RECV_B):
-            self._p2p.receive(action)
+            context = self._rank_plan.microbatch(action).context
+            assert context is not None  # actions of skipped rounds are left out
+            self._p2p.receive(action, context.tokens, _row_slices(self._rank_plan, action))
         elif action.round is None or (kind != REDUCE and self._rank_plan.plan.sharding == Sharding.FREE):
             # Actions of a round: its backward has reduced the gradients, and fixed layouts stay gathered for the step.
             run = {UNSHARD: parameters.unshard, REDUCE: parameters.reduce, RESHARD: parameters.reshard}[kind]
@@ -413,21 +416,14 @@ def _row_slices(rank_plan: RankPlan, action: Action) -> tuple[RowSlice, ...]:
     return (microbatch.to_next if action.kind in (SEND_F, RECV_B) else microbatch.from_previous) or ()
 
 
-def _receives(rank_plan: RankPlan, actions: tuple[Action, ...]) -> Iterator[Receive]:
-    for action in actions:
-        if action.kind in (RECV_F, RECV_B):
-            context = rank_plan.microbatch(action).context
-            assert context is not None
-            yield Receive(action, context.tokens, _row_slices(rank_plan, action))
-
-
-def _reducing_backwards(actions: tuple[Action, ...], plan: Plan) -> set[int]:
+def _reducing_backwards(actions: tuple[Action, ...], rank_plan: RankPlan) -> set[int]:
     """Return the indices of the backwards that reduce gradients: those of rounds with a REDUCE, and the last.
 
     Under free sharding gradients go to the optimiser's rows once, wherever the plan has a REDUCE.
     """
+    if rank_plan.plan.sharding == Sharding.FREE:
+        return {index for index, action in enumerate(actions) if action == rank_plan.gradients_leave_in}
     rounds = {action.round for action in actions if action.kind == REDUCE and action.round is not None}
-    rounds = set() if plan.sharding == Sharding.FREE else rounds
     backwards = [index for index, action in enumerate(actions) if action.kind in (B, I)]
     return {index for index in backwards if actions[index].round in rounds} | set(backwards[-1:])
 

@@ -7,7 +7,7 @@ tokens, and skips the others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ import torch
 
 from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import Context, Transport, bind, pieces_of_plan
-from seqloom.engine.stage_p2p import Progress, RowSlices, StageBoundary, channels_of
+from seqloom.engine.stage_p2p import SEND_B, SEND_F, B, I, Progress, RowSlices, StageBoundary, place_messages
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
 
@@ -50,8 +50,9 @@ class RankPlan:
         pipeline: the one that this rank is in; None: it is in none.
         shard_group: ranks that run the same rounds as this one, which is among them; () where it is in no stage.
         stages: {stage of this rank: all rounds of its pipeline, in order}.
-        actions: what this rank runs, in order: the row of its pp rank without the rounds that it skips, and with the
-            messages among the ranks of two stages on one pp rank that hold different tokens.
+        actions: what this rank runs, in order: the row of its pp rank without the rounds that it skips, its messages
+            where `stage_p2p.place_messages` puts them.
+        gradients_leave_in: the backward in which gradients of free sharding may leave already; None: after all.
         kv_cache: keys and values of documents in pieces, while a step runs; None: none is in pieces.
         progress: where the rank is in its row, while a step runs.
     """
@@ -63,6 +64,7 @@ class RankPlan:
     shard_group: tuple[int, ...]
     stages: dict[int, tuple[RankMicroBatch, ...]]
     actions: tuple[Action, ...]
+    gradients_leave_in: Action | None
     kv_cache: KVCache | None
     progress: Progress
 
@@ -115,7 +117,7 @@ def bind_plan(
     index, pipeline = next(((i, each) for i, each in enumerate(plan.pipelines) if rank in each.ranks), (0, None))
     progress = Progress(pipeline, rank, f"pipeline {index}" if pipeline and len(plan.pipelines) > 1 else "")
     if pipeline is None:
-        return RankPlan(plan, pipeline, transport, device, shard_group, {}, (), kv_cache, progress)
+        return RankPlan(plan, pipeline, transport, device, shard_group, {}, (), None, kv_cache, progress)
     bind_round = partial(
         bind,
         transport=transport,
@@ -139,16 +141,33 @@ def bind_plan(
             slices = (None, None) if context is None else boundary.slices(stage, number, context.tokens)
             microbatches.append(RankMicroBatch(number, work.checkpoint, context, layers, work.offload, *slices))
         stages[stage] = tuple(microbatches)
-    row = boundary.with_local_messages(pipeline.actions[pp_rank])
+    row = place_messages(pipeline, pipeline.actions, boundary)[pp_rank]
     actions = tuple(each for each in row if each.round is None or stages[each.stage][each.round].context is not None)
-    every = [each for microbatches in stages.values() for each in microbatches]
-    transport.connect(way for each in every for way in channels_of(rank, each.to_next or (), each.from_previous or ()))
-    return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, kv_cache, progress)
+    leaves = _shared_last_backward(pipeline, row, rank)
+    return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, leaves, kv_cache, progress)
 
 
 def _takes_part(work: StageMicroBatch, shard_group: tuple[int, ...]) -> bool:
     """Whether a rank of the shard group is in a group or forwards its traffic; it may have no tokens."""
     return any(not set(shard_group).isdisjoint(group.participants) for group in work.groups)
+
+
+def _shared_last_backward(pipeline: Pipeline, row: Sequence[Action], rank: int) -> Action | None:
+    """Return the last backward of a rank, if it is that of all ranks of its round, and they have nothing to send after.
+
+    Then they all compute the same layers in it, between the same exchanges. A rank without tokens would not.
+    """
+    ends, later = [each for each in row if each.kind in (SEND_F, SEND_B, B, I)], set[int]()
+    while ends and ends[-1].kind in (B, I):
+        action = ends.pop()
+        assert action.round is not None
+        work = pipeline.rounds[action.round].by_stage[action.stage]
+        ranks = {each for group in work.groups for each in group.participants}
+        if rank in ranks:
+            layouts = [work.attention_layout(), work.linear_layout()]
+            return action if all(ranks == {*layout.rank.tolist()} for layout in layouts) and not ranks & later else None
+        later |= ranks
+    return None
 
 
 def _check_hash(plan: Plan, transport: Transport, device: torch.device) -> None:

@@ -2,17 +2,16 @@
 
 Two stages may deal a round's tokens to their ranks in different ways. `StageBoundary` computes, per round, which rows a
 rank sends to the next stage and receives from the previous one; where both deal alike, every rank has one peer and
-sends all of its rows. `StageP2P` runs the messages of one step. The RECVs of a row of actions are known before it
-starts, so they are posted in the row's order, as far ahead as the memory budget allows, and an action waits only for
-what has not arrived. A sent tensor is freed when the send is known to be done; nobody waits for it before the end of
-the step. `Progress` says where a rank is in its row when a message fails or hangs.
+sends all of its rows. `place_messages` decides when both sides of a message are started, `StageP2P` runs the messages
+of one step. A sent tensor is freed when the send is known to be done; nobody waits for it before the end of the step.
+`Progress` says where a rank is in its row when a message fails or hangs.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -20,24 +19,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.dist import Message, P2PChannel, P2PDirection, Transport
+from seqloom.dist import Channel, P2PTensor, Transport
 from seqloom.dist.rows import on_device, rows_of_move, slice_or_index
+from seqloom.dist.transport import Exchange, exchange_nonempty
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, move_between
 from seqloom.plan import Action, ActionKind, Pipeline, Remap, StageMicroBatch
 from seqloom.schedules.schedule import grid
 
-POSTED_AHEAD = 2
-"""Receives posted before they are due: so many of the largest, for every stage that sends any."""
-F, B, I = ActionKind.F, ActionKind.B, ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
+UNREAD = 2
+"""Messages of one stage that may lie unread at the next one, or at the previous one."""
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741 - the field's name for the input half
 SEND_F, RECV_F = ActionKind.SEND_F, ActionKind.RECV_F
 SEND_B, RECV_B = ActionKind.SEND_B, ActionKind.RECV_B
-DIRECTIONS = {
-    SEND_F: P2PDirection.FORWARD,
-    RECV_F: P2PDirection.FORWARD,
-    SEND_B: P2PDirection.BACKWARD,
-    RECV_B: P2PDirection.BACKWARD,
-}
+MESSAGES = (SEND_F, RECV_F, SEND_B, RECV_B)
 
 
 class RowSlice(NamedTuple):
@@ -73,26 +68,10 @@ class StageBoundary:
         sent = self._side(stage, round_index, tokens, sends=True) if stage < last else None
         return received, sent
 
-    def with_local_messages(self, row: Sequence[Action]) -> tuple[Action, ...]:
-        """Return a row with the messages between two of its own stages, where tokens change ranks.
-
-        They follow directly the action that produces them, on all ranks of the stage, in one order.
-        """
-        return tuple(each for action in row for each in (action, *self._local_messages(action)))
-
-    def _local_messages(self, action: Action) -> Iterator[Action]:
-        if action.round is None or action.kind not in (F, B, I):
-            return
-        forward = action.kind == F
-        other = action.stage + (1 if forward else -1)
-        if not 0 <= other < len(self._pipeline.stages):
-            return
-        first = min(action.stage, other)
-        one, following = self._pipeline.stages[first : first + 2]
-        if one.ranks == following.ranks and not self._is_unchanged(first, action.round):
-            send, receive = (SEND_F, RECV_F) if forward else (SEND_B, RECV_B)
-            yield Action(action.stage, send, action.round)
-            yield Action(other, receive, action.round)
+    def has_message(self, stage: int, round_index: int) -> bool:
+        """Whether rows of a round change ranks between `stage` and the next one."""
+        ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
+        return ranks != others or not self._is_unchanged(stage, round_index)
 
     def _side(self, stage: int, round_index: int, tokens: int, *, sends: bool) -> RowSlices:
         """Return this rank's side of the boundary between `stage` and the next one."""
@@ -161,27 +140,98 @@ def all_rows(tokens: int, peer: int) -> tuple[RowSlice, ...]:
     return (RowSlice(peer, slice(0, tokens), tokens),) if tokens else ()
 
 
-def channels_of(rank: int, sent: Sequence[RowSlice], received: Sequence[RowSlice]) -> Iterator[P2PChannel]:
-    """Yield the channels of a rank's messages with the next stage and with the previous one."""
-    for slices, out, back in (
-        (sent, P2PDirection.FORWARD, P2PDirection.BACKWARD),
-        (received, P2PDirection.BACKWARD, P2PDirection.FORWARD),
-    ):
-        for peer in {each.peer for each in slices} - {rank}:
-            yield P2PChannel(out, rank, peer)
-            yield P2PChannel(back, peer, rank)
+# ---- When messages start
 
 
-class Receive(NamedTuple):
-    """A RECV of the row: all rows of a stage's hidden states, or of their gradient, in slices."""
+def place_messages(pipeline: Pipeline, rows: Sequence[Sequence[Action]], boundary: StageBoundary) -> list[list[Action]]:
+    """Return the rows with all messages where the step ends even if every call blocks until its other side is called.
 
-    action: Action
-    tokens: int
-    slices: tuple[RowSlice, ...]
+    The rows' own messages are dropped. The rows are timed, and both sides of a message are started at the moment in
+    which its tensor is there: after the actions that have begun by then, and before those that have not. So all calls
+    of all ranks are in one order in time, and a call that blocks only waits for calls before it. Later than that are
+    messages of which `UNREAD` before them have not been used. The times only need to be plausible: on a GPU the host
+    is ahead of them.
+
+    Between two stages of the same ranks the RECV follows the SEND, and a rank that has both starts them together.
+    """
+    if len(pipeline.stages) == 1:
+        return [list(row) for row in rows]
+    pp_ranks = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
+    computing = [[action for action in row if action.kind not in MESSAGES] for row in rows]
+    start, stop = _time_rows(pipeline, computing, pp_ranks)
+    placed: list[list[tuple[int, int, int, Action]]] = []
+    for times, row in zip(start, computing, strict=True):
+        placed.append([(time, 1, index, action) for index, (time, action) in enumerate(zip(times, row, strict=True))])
+    for number, (time, send, receive) in enumerate(_messages(pipeline, stop, boundary)):
+        sender, receiver = pp_ranks[send.stage], pp_ranks[receive.stage]
+        placed[sender].append((time, 0, 2 * number, send))
+        placed[receiver].append((time, 0, 2 * number + 1, receive))
+    return [_ends_last([action for *_, action in sorted(each, key=lambda entry: entry[:3])]) for each in placed]
 
 
-_Posted = tuple[int, Message, torch.Tensor, torch.Tensor | None]
-"""Peer, message, tensor that it is received into, and the rows of the result where these go (None: they are there)."""
+def _time_rows(
+    pipeline: Pipeline, rows: Sequence[Sequence[Action]], pp_ranks: Sequence[int]
+) -> tuple[list[list[int]], dict[tuple[int, bool, int | None], int]]:
+    """Return when every action of the rows starts, and when every forward (True) or backward of a stage stops."""
+    last = len(pp_ranks) - 1
+    tokens = cache(lambda stage, number: max_rank_tokens(pipeline.rounds[number].by_stage[stage]))
+    layers = [each.stop - each.first for each in pipeline.layer_ranges]
+    start: list[list[int]] = [[] for _ in rows]
+    now, stop = [0] * len(rows), dict[tuple[int, bool, int | None], int]()
+    moved = True
+    while moved:
+        moved = False
+        for row, actions in enumerate(rows):
+            for action in actions[len(start[row]) :]:
+                stage, forward = action.stage, action.kind == F
+                previous = stage - 1 if forward else stage + 1
+                if action.kind in (F, B, I) and 0 <= previous <= last:
+                    if (previous, forward, action.round) not in stop:
+                        break
+                    now[row] = max(now[row], stop[previous, forward, action.round])
+                start[row].append(now[row])
+                moved = True
+                if action.kind in (F, B, I, W):
+                    unit = 1 + (layers[stage] + 1) * tokens(stage, action.round)
+                    now[row] += 2 * unit if action.kind == B else unit
+                if action.kind in (F, B, I):
+                    stop[stage, forward, action.round] = now[row]
+    return start, stop
+
+
+def max_rank_tokens(work: StageMicroBatch) -> int:
+    """Return about how many tokens the fullest rank has in a round."""
+    return max((group.tokens // len(group.ranks) for group in work.groups), default=0)
+
+
+def _messages(
+    pipeline: Pipeline, stop: Mapping[tuple[int, bool, int | None], int], boundary: StageBoundary
+) -> list[tuple[int, Action, Action]]:
+    """Return the time of every message, its SEND and its RECV, in the order of their times."""
+    found = []
+    by_boundary: dict[tuple[int, bool], list[tuple[int, int, int]]] = defaultdict(list)
+    for (stage, forward, number), time in stop.items():
+        other = stage + 1 if forward else stage - 1
+        if (other, forward, number) in stop and number is not None and boundary.has_message(min(stage, other), number):
+            by_boundary[stage, forward].append((stop[other, forward, number], time, number))
+    for (stage, forward), messages in by_boundary.items():
+        other, kinds = (stage + 1, (SEND_F, RECV_F)) if forward else (stage - 1, (SEND_B, RECV_B))
+        used = sorted(messages)
+        for index, (_, time, number) in enumerate(used):
+            if index >= UNREAD and pipeline.stages[stage].ranks != pipeline.stages[other].ranks:
+                time = max(time, used[index - UNREAD][0])
+            found.append((time, Action(stage, kinds[0], number), Action(other, kinds[1], number)))
+    return sorted(found, key=lambda each: (each[0], each[1].stage, each[1].kind, each[1].round))
+
+
+def _ends_last(row: list[Action]) -> list[Action]:
+    """Move what ends a step behind all messages: gradients that go to all ranks would wait for those of this rank."""
+    ends = [action for action in row if action.round is None and action.kind in (ActionKind.REDUCE, ActionKind.RESHARD)]
+    return [action for action in row if action not in ends] + ends
+
+
+_Received = tuple[Exchange, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[int]]
+"""Exchange, result, (rows of the result, tensor that goes there) of peers whose rows are scattered, and all peers."""
 
 
 class StageP2P:
@@ -191,74 +241,72 @@ class StageP2P:
         self,
         transport: Transport,
         empty_hidden_states: Callable[[int], torch.Tensor],
-        receives: Iterable[Receive],
+        pipeline: Pipeline | None,
+        row: Sequence[Action],
         progress: Progress,
-        *,
-        ahead: int = POSTED_AHEAD,
     ) -> None:
         """Start with nothing sent.
 
         Args:
             empty_hidden_states: allocates the hidden states of so many tokens, see `Parameters.empty_hidden_states`.
-            receives: all RECVs of the row, in its order.
+            pipeline: of this rank; None: it is in none.
+            row: the actions of this rank.
         """
-        self._transport, self._empty, self._progress = transport, empty_hidden_states, progress
-        self._receives = deque(receives)
-        sources = {(each.action.stage, each.action.kind) for each in self._receives}
-        self._budget = ahead * len(sources) * max((each.tokens for each in self._receives), default=0)
-        self._posted_tokens = 0
-        self._posted: dict[Action, tuple[Receive, torch.Tensor, list[_Posted]]] = {}
+        self._empty, self._progress = empty_hidden_states, progress
+        self._pp_ranks = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))] if pipeline else []
+        self._leave_with_receive = {send_of(each) for each in row if each.kind in (RECV_F, RECV_B)} & {*row}
+        self._on = cache(transport.on)
         self._outputs: dict[Action, torch.Tensor] = {}
-        self._local: dict[Action, torch.Tensor] = {}
-        self._sent: dict[Action, list[tuple[Message, torch.Tensor]]] = {}
+        self._received: dict[Action, _Received] = {}
+        self._leaving: dict[Action, list[P2PTensor]] = {}
+        self._sent: dict[Action, tuple[Exchange, list[P2PTensor]]] = {}
 
     def put(self, action: Action, tensor: torch.Tensor) -> None:
         """Store what a SEND will send, or what a RECV that needs no message will return."""
         self._outputs[action] = tensor
 
     def poll(self) -> None:
-        """Post receives as far as the budget allows, and free what has been sent. Called between actions."""
-        while self._receives and self._posted_tokens + self._receives[0].tokens <= self._budget:
-            self._post(self._receives.popleft())
-        for action, messages in [*self._sent.items()][:1]:  # the oldest: others are rarely done before it
-            if all(message.done() for message, _ in messages):
+        """Free what has been sent. Called between actions."""
+        for action, (handle, _) in [*self._sent.items()][:1]:  # the oldest: others are rarely done before it
+            if handle.done():
                 self._free_sent(action)
 
     def send(self, action: Action, slices: Sequence[RowSlice]) -> None:
-        """Run a SEND of the row: start to send what was put there."""
-        output, direction = self._outputs.pop(action), DIRECTIONS[action.kind]
-        for peer, rows, _ in slices:
-            part = output[rows].contiguous()
-            if peer == self._transport.rank:
-                self._local[action] = part
-            else:
-                with self._progress.waiting(action, None):  # a rank that is gone may be noticed here
-                    message = self._transport.send(part, peer, direction)
-                self._sent.setdefault(action, []).append((message, part))
+        """Run a SEND of the row: start to send what was put there, or have the RECV that follows start it."""
+        output = self._outputs.pop(action)
+        sends = [P2PTensor(peer, output[rows].contiguous()) for peer, rows, _ in slices]
+        if action in self._leave_with_receive:
+            self._leaving[action] = sends
+        elif sends:
+            self._sent[action] = self._start(action, action, sends, []), sends
 
-    def receive(self, action: Action) -> None:
-        """Run a RECV of the row: post it, if that was not done before."""
-        while self._receives and action not in self._posted:
-            self._post(self._receives.popleft())
+    def receive(self, action: Action, tokens: int, slices: Sequence[RowSlice]) -> None:
+        """Run a RECV of the row: start to receive."""
+        send = send_of(action)
+        sends = self._leaving.pop(send, [])
+        result, receives, scattered = self._empty(tokens), [], []
+        for peer, rows, count in slices:
+            in_order = isinstance(rows, slice)
+            receives.append(P2PTensor(peer, result[rows] if in_order else self._empty(count)))
+            scattered += [] if in_order else [(rows, receives[-1].tensor)]
+        handle = self._start(action, send, sends, receives)
+        self._received[action] = handle, result, scattered, [each.peer for each in receives]
+        if sends:
+            self._sent[send] = handle, sends
 
     def wait(self, action: Action) -> torch.Tensor:
         """Return what a RECV has received, or what was put there instead, [tokens, hidden].
 
         Where there is neither, the previous stage had no tokens for this rank.
         """
-        if action not in self._posted:
+        if action not in self._received:
             found = self._outputs.pop(action, None)
             return self._empty(0) if found is None else found
-        receive, result, posted = self._posted.pop(action)
-        for peer, message, tensor, rows in posted:
-            with self._progress.waiting(action, peer):
-                message.wait()
-            if rows is not None:
-                result[rows] = tensor
-        for peer, rows, _ in receive.slices:  # rows that were here already, between two stages of the same ranks
-            if peer == self._transport.rank:
-                result[rows] = self._local.pop(send_of(action))
-        self._posted_tokens -= receive.tokens
+        handle, result, scattered, peers = self._received.pop(action)
+        with self._progress.waiting(action, peers):
+            handle.wait()
+        for rows, tensor in scattered:
+            result[rows] = tensor
         if action.kind == RECV_B:  # it answers the SEND_F, which has arrived then, whether the transport knows or not
             self._free_sent(Action(action.stage, SEND_F, action.round))
         return result
@@ -268,24 +316,18 @@ class StageP2P:
         while self._sent:
             self._free_sent(next(iter(self._sent)))
 
-    def _post(self, receive: Receive) -> None:
-        result, direction, posted = self._empty(receive.tokens), DIRECTIONS[receive.action.kind], []
-        for peer, rows, tokens in receive.slices:
-            if peer == self._transport.rank:
-                continue
-            scattered = isinstance(rows, torch.Tensor)
-            tensor = self._empty(tokens) if scattered else result[rows]
-            with self._progress.waiting(receive.action, peer):
-                message = self._transport.receive(tensor, peer, direction)
-            posted.append((peer, message, tensor, rows if scattered else None))
-        self._posted_tokens += receive.tokens
-        self._posted[receive.action] = (receive, result, posted)
+    def _start(self, action: Action, send: Action, sends: list[P2PTensor], receives: list[P2PTensor]) -> Exchange:
+        channel = Channel.of_message(self._pp_ranks[send.stage], forward=send.kind == SEND_F)
+        peers = [each.peer for each in (*sends, *receives)]
+        with self._progress.waiting(action, peers):  # a rank that is gone may be noticed here
+            return exchange_nonempty(self._on(channel), sends, receives)
 
     def _free_sent(self, action: Action) -> None:
         """Wait for what a SEND has sent, and free it."""
-        for message, _ in self._sent.pop(action, ()):
-            with self._progress.waiting(action, None):
-                message.wait()
+        if action in self._sent:
+            handle, sends = self._sent.pop(action)
+            with self._progress.waiting(action, [each.peer for each in sends]):
+                handle.wait()
 
 
 def send_of(receive: Action) -> Action:
@@ -304,16 +346,16 @@ class Progress:
         by_pp_rank = () if pipeline is None else pipeline.ranks_by_pp_rank
         self._pp_rank = next((index for index, ranks in enumerate(by_pp_rank) if rank in ranks), None)
         self._action: Action | None = None
-        self._awaited: tuple[Action, int | None] | None = None
+        self._awaited: tuple[Action, Sequence[int]] | None = None
 
     def start(self, action: Action | None) -> None:
         """Note the action that starts now; None: the row is done."""
         self._action = action
 
     @contextmanager
-    def waiting(self, action: Action, peer: int | None) -> Iterator[None]:
-        """Note that a message from `peer`, or of this rank (None), is waited for; an error gets the report."""
-        self._awaited = (action, peer)
+    def waiting(self, action: Action, peers: Sequence[int]) -> Iterator[None]:
+        """Note that a message with these ranks is waited for; an error gets the report."""
+        self._awaited = (action, peers)
         try:
             yield
         except SeqloomError as error:
@@ -330,8 +372,9 @@ class Progress:
         words += f" of {self._name}" if self._name else ""
         if self._awaited is None:
             return words
-        action, peer = self._awaited
-        return f"{words} and waits for {action}{'' if peer is None else f' from rank {peer}'}"
+        action, peers = self._awaited
+        others = sorted({*peers} - {self._rank})
+        return f"{words} and waits for {action} with rank{'s' * (len(others) != 1)} {', '.join(map(str, others))}"
 
     def report(self, reason: str = "") -> str:
         """Say what this rank is at, and the reason if known, and draw the rows of all pp ranks around that action."""

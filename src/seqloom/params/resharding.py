@@ -23,6 +23,9 @@ Parameters and gradients travel in buckets, one per layer. All ranks start bucke
     parameters    embedding, layer 0, layer 1, .. norm and head
     gradients     norm and head, .. layer 1, layer 0, embedding
 
+A rank sends gradients while its last backward computes if all ranks that it computes with do so too: otherwise they
+might wait for this rank's part of a layer while it waits for them to start a bucket. See `RankPlan.gradients_leave_in`.
+
 Where a bucket goes in two hops (see `dist.resharding`), ranks of the node wait until this one starts the second hop. So
 it must not wait for them before that: second hops of parameters start before the first layer runs, those of gradients
 after the last backward. The computation then hides the hop inside the node; on CUDA streams it hides both.
@@ -39,7 +42,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from seqloom.attention.merge import sum_dtype
-from seqloom.dist import Context, Transport
+from seqloom.dist import Channel, Context, Transport
 from seqloom.dist.resharding import InFlight, Resharder, boxes_of
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
@@ -234,25 +237,26 @@ class ReshardingParameters(Parameters):
         for user, module in [*enumerate(self._adapter.layers), (HEAD, self._adapter.norm)]:
             if module is not None:
                 module.register_forward_pre_hook(lambda *_, wanted=self._buckets_by_user[user]: self._wait(wanted))
-        for layer, module in enumerate(self._adapter.layers):
-            module.register_forward_pre_hook(partial(self._reduce_after_backward, frozenset(self._buckets[layer + 1])))
-        for weight, copy in enumerate(self._copies.parameters):
-            if copy.requires_grad:
-                copy.register_post_accumulate_grad_hook(partial(self._accumulated, weight))
+        for bucket, module in enumerate([*self._adapter.layers, self._adapter.norm], 1):
+            if module is not None:
+                module.register_forward_pre_hook(partial(self._reduce_after_backward, bucket))
 
-    def _reduce_after_backward(self, weights: frozenset[int], module: nn.Module, args: tuple[object, ...]) -> None:
-        """Reduce a layer's gradients in a stage that reshards, once its input has a gradient: then its weights have.
+    def _reduce_after_backward(self, bucket: int, module: nn.Module, args: tuple[object, ...]) -> None:
+        """Have a layer's gradients reduced once its input has a gradient: then its weights have.
 
-        Weight gradients of a split backward come later and wait for the REDUCE.
+        All ranks that share the layer's tokens do so between the same two exchanges. Weight gradients of a split
+        backward come later and wait for the REDUCE.
         """
         hidden = args[0] if args else None
-        wanted = bool(self._resharded) and torch.is_grad_enabled() and not self.weight_gradients.enabled
+        wanted = torch.is_grad_enabled() and not self.weight_gradients.enabled
         if wanted and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda _: self._resharded.reduce_layer(weights))
+            hidden.register_hook(lambda _: self._end_layer(bucket))
 
-    def _accumulated(self, weight: int, copy: torch.Tensor) -> None:
-        if self._sends_gradients:
-            self._reducer().add(weight)
+    def _end_layer(self, bucket: int) -> None:
+        if self._resharded:
+            self._resharded.reduce_layer(frozenset(self._buckets[bucket]))
+        elif self._sends_gradients:
+            self._reducer().end(bucket)
 
     def _buckets_of(self, layers: LayerRange) -> frozenset[int]:
         """Return the buckets with weights of a stage."""
@@ -312,32 +316,23 @@ class GradReduce:
         """
         self._resharder, self._pop_gradients, self._dtype = resharder, pop_gradients, dtype
         self._held = [frozenset(bucket) & resharder.target.keys() for bucket in resharder.buckets]
-        self._bucket_of = {weight: bucket for bucket, held in enumerate(self._held) for weight in held}
         self._open_stages = [
             {layers for layers, buckets in buckets_by_stage.items() if bucket in buckets}
             for bucket in range(len(self._held))
         ]
-        self._incomplete = [set(held) for held in self._held]
         self._not_started = list(range(len(self._held)))
         self._in_flight: list[InFlight] = []
 
-    def add(self, weight: int) -> None:
-        """Note that a weight has its whole gradient."""
-        self._incomplete[self._bucket_of[weight]].discard(weight)
-        self._start_complete()
-
     def end_stage(self, layers: LayerRange) -> None:
         """Note that all backwards of a stage have run; buckets of other stages of this rank wait for those too."""
-        for stages, incomplete in zip(self._open_stages, self._incomplete, strict=True):
-            if stages == {layers}:
-                incomplete.clear()
+        for stages in self._open_stages:
             stages.discard(layers)
         self._start_complete()
 
-    def end(self) -> None:
-        """Note that all backwards of this rank have run."""
-        for incomplete in self._incomplete:
-            incomplete.clear()
+    def end(self, first: int = 0) -> None:
+        """Note that the gradients of buckets from this one on are complete: all backwards of this rank have run."""
+        for stages in self._open_stages[first:]:
+            stages.clear()
         self._start_complete()
 
     def wait(self) -> dict[int, torch.Tensor]:
@@ -352,7 +347,7 @@ class GradReduce:
 
     def _start_complete(self) -> None:
         """Start complete buckets, from the last one on."""
-        while self._not_started and not self._incomplete[self._not_started[-1]]:
+        while self._not_started and not self._open_stages[self._not_started[-1]]:
             bucket = self._not_started.pop()
             gradients = self._pop_gradients(self._held[bucket])
             self._in_flight.append(self._resharder.start_reduce(bucket, gradients, self._dtype))
@@ -494,13 +489,13 @@ class PlanResharders:
     ) -> None:
         """Do the index work of a plan's stages; those of `resharded` reshard every round.
 
-        What is in flight for a whole step uses the transport's background exchanges.
+        What is in flight for a whole step has a channel of its own.
         """
         home = optimiser_layout(weights, transport.ranks)
         compute = compute_layout(weights, plan.pipelines)
         step = compute_layout(weights, plan.pipelines, resharded) if resharded else compute
         new = partial(Resharder, weights, device=device)
-        background = partial(new, transport=transport.background, node_size=plan.limits.node_size)
+        background = partial(new, transport=transport.on(Channel.PARAMETERS), node_size=plan.limits.node_size)
         self.values = self.gradients = background(home, step)
         if len(trained) < len(weights):
             self.gradients = background(_select(home, trained), _select(step, trained))
@@ -512,9 +507,9 @@ class PlanResharders:
             by_layer = [[w for w in bucket if w in chosen and w in trained] for bucket in layer_buckets(weights)]
             buckets = [*filter(None, by_layer), [weight for weight in chosen if weight not in trained]]
             source, target = (_select(layout.restrict(ranks), chosen) for layout in (step, compute))
-            # Not in the background: the ranks of a stage run one row, so these meet the stage's other exchanges in one
-            # order. In the background they could queue behind gradients that wait for ranks which wait for this stage.
-            # In one hop for the same reason: two would share a stream with those.
+            # On the channel of the layers: the ranks of a stage run one row, so these meet the stage's other exchanges
+            # in one order. On the other channel they could queue behind gradients that wait for ranks which wait for
+            # this stage. In one hop for the same reason: two would share a stream with those.
             self.by_stage[layers] = new(source, target, transport, buckets=buckets)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seqloom.dist import P2PTensor, run_ranks
+from seqloom.dist import Channel, P2PTensor, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -28,8 +28,8 @@ def test_sends_that_cross_in_separate_exchanges_deadlock():
         sending.wait()
 
     message = refused(2, body)
-    assert "rank 0 waits for exchange #2: behind exchange #1: sends 12 float32 to rank 1" in message
-    assert "rank 1 waits for exchange #2: behind exchange #1: sends 12 float32 to rank 0" in message
+    assert "rank 0 waits for exchange #1: sends 12 float32 to rank 1" in message
+    assert "rank 1 waits for exchange #1: sends 12 float32 to rank 0" in message
     assert "sends that cross must be in one exchange" in message
 
 
@@ -44,21 +44,22 @@ def test_a_crossing_over_three_ranks_deadlocks():
         assert f"rank {rank} waits for exchange #0: sends 1 float32 to rank {(rank + 1) % 3}" in message
 
 
-def test_background_exchanges_do_not_wait_for_others():
-    """Rank 0 starts to receive in the background before its exchange, rank 1 sends there after its own."""
+def early_and_late(transport):
+    """Rank 0 starts to receive on one channel before an exchange on another, rank 1 sends there after its own."""
+    peer, received, other = 1 - transport.rank, [torch.zeros(1), torch.zeros(1)], transport.on(Channel.PARAMETERS)
+    early = [other.exchange([], [P2PTensor(peer, received[0])])] if transport.rank == 0 else []
+    transport.exchange([P2PTensor(peer, torch.ones(1))], [P2PTensor(peer, received[1])]).wait()
+    late = [other.exchange([P2PTensor(peer, torch.full((1,), 2.0))], [])] if transport.rank == 1 else []
+    for handle in early + late:
+        handle.wait()
+    return [each.item() for each in received]
 
-    def body(transport):
-        peer, received = 1 - transport.rank, [torch.zeros(1), torch.zeros(1)]
-        early = [transport.background.exchange([], [P2PTensor(peer, received[0])])] if transport.rank == 0 else []
-        transport.exchange([P2PTensor(peer, torch.ones(1))], [P2PTensor(peer, received[1])]).wait()
-        late = (
-            [transport.background.exchange([P2PTensor(peer, torch.full((1,), 2.0))], [])] if transport.rank == 1 else []
-        )
-        for handle in early + late:
-            handle.wait()
-        return [each.item() for each in received]
 
-    assert strictly(2, body) == [[2.0, 1.0], [0.0, 1.0]]
+def test_channels_do_not_wait_for_each_other_but_calls_need_one_order():
+    assert run_ranks(2, early_and_late) == [[2.0, 1.0], [0.0, 1.0]]
+    message = refused(2, early_and_late)
+    assert "rank 0 waits for exchange of PARAMETERS #0: receives 1 float32 from rank 1" in message
+    assert "rank 1 waits for exchange #0: sends 1 float32 to rank 0, receives 1 float32 from rank 0" in message
 
 
 def test_one_exchange_or_one_order_does_not_deadlock():
@@ -99,7 +100,7 @@ def test_an_exchange_without_tensors_takes_part_in_nothing():
     assert strictly(2, body) == [0, 1]
 
 
-def test_blocks_and_exchange_are_separate_communicators():
+def test_verbs_of_a_block_and_exchanges_need_one_order_too():
     def body(transport):
         peer, received = 1 - transport.rank, torch.zeros(1)
         handle = (
@@ -112,7 +113,8 @@ def test_blocks_and_exchange_are_separate_communicators():
         handle.wait()
         return received.item()
 
-    assert strictly(2, body) == [1.0, 1.0]
+    assert run_ranks(2, body) == [1.0, 1.0], "they have communicators of their own"
+    assert "rank 0 waits for all_reduce #0 on ranks (0, 1): no word from rank 1" in refused(2, body)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +180,7 @@ def test_what_is_never_matched_is_reported():
         if transport.rank == 0:
             transport.exchange([P2PTensor(1, torch.ones(3))], [])
 
-    message = refused(2, body)
-    assert "rank 0 ended without wait() for exchange #0" in message
-    assert "sends 3 float32 to rank 1" in message
+    assert "rank 0 waits for exchange #0: sends 3 float32 to rank 1\n  rank 1 has ended" in refused(2, body)
 
 
 def test_sizes_dtypes_and_verbs_must_match():

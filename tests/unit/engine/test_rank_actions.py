@@ -88,7 +88,8 @@ def test_a_rank_runs_its_own_pipeline_or_nothing():
     assert [len(each.rounds) for each in found] == [1, 1, 1, 1, 2, 2, 0, 0]
     assert [each.tokens for each in found] == [3, 2, 2, 2, 10, 10, 0, 0]
     assert [list(each.stages) for each in found[4:]] == [[0], [1], [], []]
-    assert found[5].actions == plan.pipelines[1].actions[1] and found[6].actions == ()
+    assert sorted(map(str, found[5].actions)) == sorted(map(str, plan.pipelines[1].actions[1]))
+    assert found[6].actions == ()
     assert found[5].rounds[1].layers == LayerRange(1, 2, 2)
     assert [each.progress.describe() for each in found[3:7:3]] == [
         "rank 3 is at the end of its row of pipeline 0",
