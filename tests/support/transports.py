@@ -104,6 +104,10 @@ class CountingTransport:
         self._transport.all_reduce(tensor, block)
         self._count("all_reduce", -(-2 * (len(block) - 1) * tensor.nbytes // len(block)))
 
+    def broadcast(self, payload: bytes | None, *, root: int = 0) -> bytes:
+        """See `Transport.broadcast`; not counted."""
+        return self._transport.broadcast(payload, root=root)
+
     def _count(self, verb: str, size: int) -> None:
         before = self.traffic(verb)
         self._traffic[verb] = Traffic(before.calls + 1, before.bytes + size)

@@ -261,7 +261,7 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
     """Measure on processes of this machine, or as one of torchrun's, and write the profile."""
     import torch
 
-    from seqloom.train.launch import run_on_processes, run_under_torchrun
+    from seqloom.train.launch import run_as_launched_rank, run_on_processes
 
     if ranks is not None and ranks < 1:
         raise SeqloomError(f"{ranks} ranks measure nothing; give --ranks 1 or more")
@@ -269,8 +269,8 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
         raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
     if setup.cluster is None and torch.cuda.is_available():
         raise SeqloomError("name the cluster whose GPUs are measured, for its links: --cluster 1x8xH200")
-    if shared.under_torchrun(ranks):
-        result = run_under_torchrun(measure_rank, setup, str(output))
+    if shared.launched(ranks):
+        result = run_as_launched_rank(measure_rank, setup, str(output))
     else:
         setup.cost(ranks or 1)  # refuse here, once, what every process would refuse
         result = run_on_processes(measure_rank, ranks or 1, setup, str(output))

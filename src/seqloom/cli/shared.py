@@ -105,13 +105,13 @@ def split_names(text: str, what: str, example: str) -> list[str]:
     return names
 
 
-def under_torchrun(ranks: int | None) -> bool:
-    """Whether torchrun has started this process; then refuse a number of ranks to start."""
-    from seqloom.train.launch import started_by_torchrun
+def launched(ranks: int | None) -> bool:
+    """Whether torchrun or srun has started this process; then refuse a number of ranks to start."""
+    from seqloom.dist import launched_rank
 
-    started = started_by_torchrun()
+    started = launched_rank() is not None
     if started and ranks is not None:
-        raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
+        raise SeqloomError(f"--ranks {ranks} under torchrun or srun, which has started the ranks; leave one out")
     return started
 
 

@@ -28,12 +28,18 @@ Ranks = Annotated[int | None, Option(help="Processes to start here; without it, 
 
 
 def train(
-    config: shared.ConfigFile, overrides: shared.Overrides = None, ranks: Ranks = None, json: shared.AsJson = False
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    ranks: Ranks = None,
+    share_gpu: Annotated[
+        bool, Option("--share-gpu", help="More ranks than GPUs on a node, to try things out: slow, with exact results.")
+    ] = False,
+    json: shared.AsJson = False,
 ) -> None:
     """Train with a fresh plan for every step.
 
-    Starts processes on this machine itself, or is one of those that torchrun has started. Goes on from the latest
-    checkpoint of the output folder.
+    Starts processes on this machine itself, or is one of those that torchrun or srun has started. Goes on from the
+    latest checkpoint of the output folder.
 
     \b
     Example:
@@ -42,14 +48,15 @@ def train(
     """
     import_extra("seqloom train", "train,data", "torch")
     from seqloom.train.config import Config
-    from seqloom.train.launch import train_on_processes, train_under_torchrun
+    from seqloom.train.launch import train_as_launched_rank, train_on_processes
 
     loaded = Config.load(config, overrides or [])
     family = model_family_of(loaded)
-    if shared.under_torchrun(ranks):
-        summary = train_under_torchrun(loaded, model_family=family, show=not json)
+    options = {"model_family": family, "share_gpu": share_gpu, "show": not json}
+    if shared.launched(ranks):
+        summary = train_as_launched_rank(loaded, **options)
     else:
-        summary = train_on_processes(loaded, ranks or loaded.run.ranks, model_family=family, show=not json)
+        summary = train_on_processes(loaded, ranks or loaded.run.ranks, **options)
     if summary:  # of the first rank
         text = (
             f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "

@@ -22,7 +22,7 @@ import torch
 from seqloom.dist.message_matching import MessageMatcher, Operation, Stopped
 from seqloom.dist.strict_transport import StrictMessageMatcher
 from seqloom.dist.torch_transport import check_block
-from seqloom.dist.transport import Channel, Exchange, P2PTensor, Transport
+from seqloom.dist.transport import Channel, Exchange, P2PTensor, Transport, check_payload
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -209,6 +209,19 @@ class ThreadTransport:
         for part in parts[1:]:
             total += part
         flat.copy_(total)
+
+    def broadcast(self, payload: bytes | None, *, root: int = 0) -> bytes:
+        """Send the size and then the bytes to every rank."""
+        check_payload(self.rank, payload, root)
+        content = torch.tensor([len(payload or b"")], dtype=torch.int64)
+        for read in (True, False):
+            others = [peer for peer in range(self.ranks) if peer != root] if self.rank == root else []
+            receives = [] if self.rank == root else [P2PTensor(root, content)]
+            self.exchange([P2PTensor(peer, content) for peer in others], receives).wait()
+            if read:
+                given = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
+                content = torch.empty(int(content), dtype=torch.uint8) if given is None else given
+        return bytes(content.numpy())
 
     def _collective(
         self, verb: str, block: Sequence[int], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]

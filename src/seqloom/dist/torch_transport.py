@@ -12,13 +12,14 @@ import atexit
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from seqloom.compat import inherit_timeout
-from seqloom.dist.transport import Channel, Exchange, P2PTensor
+from seqloom.dist.transport import Channel, Exchange, P2PTensor, check_payload
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -55,11 +56,12 @@ class Communicators:
         if family.ranks > size:
             raise SeqloomError(f"a family of {family.ranks} ranks in a job of {size}; make it for at most {size} ranks")
         self.family, self.rank, self.has_nccl = family, dist.get_rank(), "nccl" in dist.get_backend_config()
-        world = _new_group(everyone) if family.ranks < size else dist.group.WORLD
-        self.groups = {tuple(block): _new_group(block) for block in family.communicators()}
+        new_group = partial(_new_group, backend="nccl" if self.has_nccl else None)
+        world = new_group(everyone) if family.ranks < size else dist.group.WORLD
+        self.groups = {tuple(block): new_group(block) for block in family.communicators()}
         self.channels: dict[Channel, dist.ProcessGroup | None] = {Channel.LAYERS: world}
         for channel in sorted(set(channels) - {Channel.LAYERS}):
-            self.channels[channel] = _new_group(everyone) if self.has_nccl else world
+            self.channels[channel] = new_group(everyone) if self.has_nccl else world
         _created.add(self)
 
     @property
@@ -71,6 +73,14 @@ class Communicators:
     def count(self) -> int:
         """Communicators that this process is a member of."""
         return len({id(each) for each in (*self.groups.values(), *self.channels.values()) if each is not None})
+
+    @property
+    def note(self) -> str | None:
+        """How many communicators of NCCL this process has, which all exist from the start; None with gloo."""
+        if not self.has_nccl:
+            return None
+        count, worlds = self.count, len(self.channels)
+        return f"{count} NCCL communicators on rank {self.rank}: {worlds} of all ranks, {count - worlds} of blocks"
 
     def group_of(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return the process group of a block; None for a block of one rank, which needs none."""
@@ -121,9 +131,9 @@ def _drop_all_references() -> None:
         each.drop_references()
 
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
     """Create a process group; return None where this process is not a member."""
-    group = dist.new_group(list(ranks))
+    group = dist.new_group(list(ranks), backend=backend)
     if not isinstance(group, dist.ProcessGroup):
         return None
     inherit_timeout(group)
@@ -230,6 +240,20 @@ class TorchTransport:
         group = self._communicators.group_of(tuple(block))
         if group is not None:
             dist.all_reduce(tensor, group=group)
+
+    def broadcast(self, payload: bytes | None, *, root: int = 0) -> bytes:
+        """Call broadcast for the size and then the bytes; by gloo where the job has it: that waits for no GPU."""
+        check_payload(self.rank, payload, root)
+        world = self._communicators.world
+        device = "cpu" if "gloo" in dist.get_backend_config(world) else "cuda"
+        size = torch.tensor([len(payload or b"")], device=device)
+        dist.broadcast(size, root, group=world)
+        content = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if payload:
+            content.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if len(content):
+            dist.broadcast(content, root, group=world)
+        return bytes(content.cpu().numpy())
 
     def _copy_own(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> None:
         given = [tensor for peer, tensor in sends if peer == self.rank]

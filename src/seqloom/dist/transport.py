@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from seqloom.errors import SeqloomError
@@ -112,6 +111,9 @@ class Transport(Protocol):
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
         """Replace `tensor` by its sum over the ranks of `block`, bit for bit the same on all of them."""
 
+    def broadcast(self, payload: bytes | None, *, root: int = 0) -> bytes:
+        """Return the root's bytes, such as a plan, on every rank; others give None. The host waits for them."""
+
 
 class Completed:
     """The handle of a transfer that is over."""
@@ -163,34 +165,8 @@ def all_to_all(
     exchange_nonempty(transport, outgoing, incoming).wait()
 
 
-def broadcast_bytes(
-    transport: Transport, payload: bytes | None, *, root: int = 0, device: torch.device | str = "cpu"
-) -> bytes:
-    """Return the root's bytes on every rank, in a binary tree of exchanges; all ranks of the world call it.
-
-    `payload` is what the root sends, such as a plan, and None on the others.
-    """
-    if (payload is None) == (transport.rank == root):
+def check_payload(rank: int, payload: bytes | None, root: int) -> None:
+    """Refuse a broadcast to which another rank than the root gives bytes, or the root none."""
+    if (payload is None) == (rank == root):
         given = "nothing" if payload is None else f"{len(payload)} bytes"
-        raise SeqloomError(f"rank {transport.rank} gave {given} to a broadcast from rank {root}; only the root gives")
-    size = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64, device=device)
-    _broadcast(transport, size, root)
-    if payload is None:
-        content = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    else:
-        content = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy()).to(device)
-    if len(content):
-        _broadcast(transport, content, root)
-    return bytes(content.cpu().numpy())
-
-
-def _broadcast(transport: Transport, tensor: torch.Tensor, root: int) -> None:
-    """Fill `tensor` on all ranks with the root's: in hop k the first 2^k ranks each serve one more."""
-    ranks = transport.ranks
-    index, reached = (transport.rank - root) % ranks, 1
-    while reached < ranks:
-        child, parent = index + reached, index - reached
-        sends = [P2PTensor((child + root) % ranks, tensor)] if index < reached and child < ranks else []
-        receives = [P2PTensor((parent + root) % ranks, tensor)] if 0 <= parent < reached else []
-        exchange_nonempty(transport, sends, receives).wait()
-        reached *= 2
+        raise SeqloomError(f"rank {rank} gave {given} to a broadcast from rank {root}; only the root gives")

@@ -1,7 +1,7 @@
 """Starting the ranks of a run or a measurement, and ending all of them when one dies.
 
-Ranks are processes that `run_on_processes` starts on this machine, or those that torchrun has started
-(`run_under_torchrun`). Every training rank runs under a `Watchdog`: it knows the current phase, and when another rank
+Ranks are processes that `run_on_processes` starts on this machine, or those that a launcher has started
+(`run_as_launched_rank`). Every training rank runs under a `Watchdog`: it knows the current phase, and when another rank
 dies or nothing moves, it reports the phase and ends the process, so that no rank waits for ever.
 """
 
@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,9 +31,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from seqloom.dist import Communicators, TorchTransport
+from seqloom.dist import Channel, Communicators, JobRank, TorchTransport, init_process_group, launched_rank
+from seqloom.dist.process_group import check_gpus
 from seqloom.errors import SeqloomError
-from seqloom.plan import GroupFamily
+from seqloom.plan import GroupFamily, Sharding
 from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.config import Config
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
@@ -64,17 +66,21 @@ Body = Callable[..., Any]
 # ---- Training
 
 
-def train_under_torchrun(config: Config, *, model_family: ModelFamily = REFERENCE, show: bool = True) -> dict[str, Any]:
-    """Train as the rank that torchrun made this process; return the summary on rank 0, {} on others."""
+def train_as_launched_rank(
+    config: Config, *, model_family: ModelFamily = REFERENCE, share_gpu: bool = False, show: bool = True
+) -> dict[str, Any]:
+    """Train as the rank that torchrun or srun made this process; return the summary on rank 0, {} on others."""
     _check_compilers_if_needed(config)
-    return run_under_torchrun(_train, config, model_family, show, timeout=_torch_timeout(config))
+    arguments = (_train, config, model_family, show)
+    return run_as_launched_rank(*arguments, share_gpu=share_gpu, timeout=_torch_timeout(config))
 
 
 def train_on_processes(
-    config: Config, ranks: int, *, model_family: ModelFamily = REFERENCE, show: bool = True
+    config: Config, ranks: int, *, model_family: ModelFamily = REFERENCE, share_gpu: bool = False, show: bool = True
 ) -> dict[str, Any]:
     """Start `ranks` processes on this machine, wait for them, and return the summary."""
     _check_compilers_if_needed(config)
+    check_gpus(ranks, share_gpu=share_gpu)
     setup = RunSetup.load(config, ranks)  # refuse here, once, what every process would refuse
     config = write_strategies(setup.config, setup.planners.strategies)
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
@@ -83,6 +89,7 @@ def train_on_processes(
     return run_on_processes(
         *(_train, ranks, config, model_family, show),
         preload=model_family.build.__module__,
+        share_gpu=share_gpu,
         timeout=_torch_timeout(config),
         way_out="the last checkpoint is intact: run the same command to go on from it",
     )
@@ -93,15 +100,28 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
     rank, ranks, device, report = process
     with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
         setup = RunSetup.load(config, ranks)
-        communicators = Communicators(GroupFamily(ranks, setup.cost.node_size))
+        communicators = Communicators(GroupFamily(ranks, setup.cost.node_size), channels_of(setup))
         communicators.warm_up()
         stream = sys.stderr if show and rank == 0 else None
-        notes = [text for text in (allocator_advice(device.type),) if text]
+        notes = [text for text in (allocator_advice(device.type), shared_gpu_note(ranks), communicators.note) if text]
         parts = {"model_family": model_family, "device": device, "watchdog": watchdog}
         with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
             summary = trainer.train(stream, notes=notes)
         communicators.close()
     return summary
+
+
+def channels_of(setup: RunSetup) -> set[Channel]:
+    """Return the channels that the plans of a run use."""
+    stages = {*Channel} - {Channel.LAYERS, Channel.PARAMETERS} if setup.planners.multi_stage else set[Channel]()
+    return stages | ({Channel.PARAMETERS} if setup.cost.sharding == Sharding.FREE else set())
+
+
+def shared_gpu_note(ranks: int) -> str | None:
+    """Say that ranks of this node share its GPUs; None: they do not."""
+    if "NCCL_HOSTID" not in os.environ:
+        return None
+    return f"{ranks} ranks share {torch.cuda.device_count()} GPU: results are exact, speed means nothing"
 
 
 def _torch_timeout(config: Config) -> timedelta:
@@ -112,23 +132,19 @@ def _torch_timeout(config: Config) -> timedelta:
 # ---- Processes and devices
 
 
-def started_by_torchrun() -> bool:
-    """Whether a launcher has started this process as one rank of several."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
-
-
-def run_under_torchrun(body: Body, *arguments: Any, timeout: timedelta | None = None) -> Any:
-    """Run a body as the rank that torchrun made this process, and return its result.
+def run_as_launched_rank(body: Body, *arguments: Any, share_gpu: bool = False, timeout: timedelta | None = None) -> Any:
+    """Run a body as the rank that torchrun or srun made this process, and return its result.
 
     A rank that cannot continue prints the reason to stderr and ends the process.
     """
-    dist.init_process_group(backend(), timeout=timeout)
-    rank = dist.get_rank()
+    job_rank = launched_rank()
+    assert job_rank is not None
 
     def report(text: str) -> None:
-        print(f"seqloom: rank {rank}: {text}", file=sys.stderr, flush=True)
+        print(f"seqloom: rank {job_rank.rank}: {text}", file=sys.stderr, flush=True)
 
-    return _run_body(body, arguments, rank, dist.get_world_size(), report)
+    connect = partial(init_process_group, job_rank, share_gpu=share_gpu, timeout=timeout)
+    return _run_body(body, arguments, job_rank, connect, report)
 
 
 def run_on_processes(
@@ -136,6 +152,7 @@ def run_on_processes(
     ranks: int,
     *arguments: Any,
     preload: str | None = None,
+    share_gpu: bool = False,
     timeout: timedelta | None = None,
     way_out: str = "try fewer ranks, or a smaller model",
 ) -> Any:
@@ -145,11 +162,12 @@ def run_on_processes(
     the message. Processes are forks of a server that has loaded torch, the body's module and `preload` once: loading
     takes seconds of a core, forking none; the server has no threads yet and has not touched a GPU.
     """
+    check_gpus(ranks, share_gpu=share_gpu)
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
     if method == "forkserver":
         mp.set_forkserver_preload([__name__, body.__module__, *filter(None, [preload])])
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
-        process_arguments = (ranks, folder, timeout, body, arguments)
+        process_arguments = (ranks, folder, share_gpu, timeout, body, arguments)
         with allocator_environment():
             started = mp.start_processes(
                 _process_main, process_arguments, nprocs=ranks, join=False, start_method=method
@@ -165,7 +183,13 @@ def run_on_processes(
 
 
 def _process_main(
-    rank: int, ranks: int, folder: str, timeout: timedelta | None, body: Body, arguments: tuple[Any, ...]
+    rank: int,
+    ranks: int,
+    folder: str,
+    share_gpu: bool,
+    timeout: timedelta | None,
+    body: Body,
+    arguments: tuple[Any, ...],
 ) -> None:
     """Take this rank's share of the cores, connect through a file in `folder`, run the body, leave rank 0's result."""
 
@@ -173,17 +197,24 @@ def _process_main(
         (Path(folder) / f"failed-{rank}").write_text(text)
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group(backend(), store=store, rank=rank, world_size=ranks, timeout=timeout)
-    result = _run_body(body, arguments, rank, ranks, report)
+    job_rank, store = JobRank(rank, ranks, rank, ranks), dist.FileStore(str(Path(folder) / "store"), ranks)
+    connect = partial(init_process_group, job_rank, share_gpu=share_gpu, store=store, timeout=timeout)
+    result = _run_body(body, arguments, job_rank, connect, report)
     if rank == 0:
         torch.save(result, Path(folder) / "result")
 
 
-def _run_body(body: Body, arguments: tuple[Any, ...], rank: int, ranks: int, report: Callable[[str], None]) -> Any:
+def _run_body(
+    body: Body,
+    arguments: tuple[Any, ...],
+    job_rank: JobRank,
+    connect: Callable[[], torch.device],
+    report: Callable[[str], None],
+) -> Any:
     """Run a body; or report why not, and end the process without waiting for other ranks, which wait for this one."""
     try:
-        result = body(RankProcess(rank, ranks, device_of(rank), report), *arguments)
+        device = connect()
+        result = body(RankProcess(job_rank.rank, job_rank.ranks, device, report), *arguments)
     except SeqloomError as error:
         report(str(error))
     except Exception:
@@ -201,20 +232,6 @@ def _failure_reason(folder: Path, codes: Sequence[int | None], unreported: str) 
     killed = [(rank, -code) for rank, code in enumerate(codes) if code is not None and code < 0]
     dead = [f"rank {rank} has died ({signal.Signals(by).name})" for rank, by in killed if by != signal.SIGTERM]
     return "; ".join([*dead, *(reports or [unreported])[:1]])
-
-
-def backend() -> str:
-    """Return torch's backend for the ranks of this machine."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-def device_of(rank: int) -> torch.device:
-    """Return the device of a rank, a GPU where there are any, and make it the current one."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-    torch.cuda.set_device(device)
-    return device
 
 
 # ---- Watchdog

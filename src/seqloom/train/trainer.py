@@ -32,7 +32,6 @@ import torch
 from seqloom.attention import warm_up_attention
 from seqloom.data import Batch, rank_rows
 from seqloom.dist import Context, Transport
-from seqloom.dist.transport import broadcast_bytes
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
@@ -153,6 +152,8 @@ class Trainer(AbstractContextManager):
         rows = partial(rank_rows, self.setup.source, batch=batch)
         result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
         rate = self.update(step_plan.step, result)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the optimiser's kernels are part of the step
         seconds = float(gather_scalars(time.perf_counter() - start, self.transport, self.device).max())
         plan, bound_ns = step_plan.plan, step_plan.bound_ns
         return StepRecord(
@@ -313,7 +314,7 @@ class PlanBroadcast:
     def _broadcast(self, content: Any) -> Any:
         """Return what rank 0 gives, which JSON can hold; others give None."""
         payload = None if content is None else json.dumps(content).encode()
-        return json.loads(broadcast_bytes(self.transport, payload, root=0, device=self.device))
+        return json.loads(self.transport.broadcast(payload))
 
     def _check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
         """Compare step, lengths and plan hash over all ranks, before any rank acts on them."""
