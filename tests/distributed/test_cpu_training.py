@@ -20,7 +20,7 @@ def test_smallest_mode_writes_a_result(tmp_path):
     assert "best static, speed" in done.stdout
     result = json.loads(out.read_text())
     figures = result["figures"]
-    assert set(figures["planners"]) == {"static:2", "adaptive", "flex", "auto"}
+    assert set(figures["planners"]) == {"static:2", "adaptive", "flex", "zones", "auto"}
     assert len(figures["steps"]) == 1 and result["quick"] and str(tmp_path) not in out.read_text()
     for row in figures["steps"][0].values():
         assert row["measured_ms"] > 0 and row["predicted_ms"] > 0

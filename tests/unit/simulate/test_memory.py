@@ -4,13 +4,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel
 from seqloom.cost.memory import kv_cache_bytes
 from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
 from seqloom.plan import ActionKind, LayerRange
 from seqloom.planners.pipeline import plan_pipeline
 from seqloom.simulate import simulate
@@ -79,7 +80,11 @@ def alive(plan, cost, pp_rank, rank):
 )
 def test_the_peak_is_that_of_a_walk_from_scratch(lengths, order, budget):
     cost = cost_of(budget)
-    plan = plan_pipeline(np.array(lengths), cost, stages=4, schedule=order, pieces=3 if max(lengths) > 3 else None)
+    try:
+        plan = plan_pipeline(np.array(lengths), cost, stages=4, schedule=order, pieces=3 if max(lengths) > 3 else None)
+    except SeqloomError as error:
+        assert budget is not None and order != "auto", error  # a given order may need more memory than there is
+        reject()
     peak = simulate(plan, cost).peak_memory
     for rank in (0, 3, 7):
         found = max(alive(plan, cost, rank // 2, rank))
