@@ -18,7 +18,7 @@ DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-full test-cluster lint format types layers bench wheel clean
+.PHONY: help demo test test-full test-gpu test-cluster lint format types layers bench wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,8 +31,11 @@ test: lint layers types  ## style, layers, types, then every test that takes sec
 
 test-full: lint layers types  ## the longer set: slow tests, more examples; logged to build/test-full.log
 	@mkdir -p build
-	set -o pipefail; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not cluster" \
+	set -o pipefail; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not nccl and not cluster" \
 		--hypothesis-profile=full --timeout=1800 --durations=20 2>&1 | tee build/test-full.log
+
+test-gpu: $(DEV_READY)  ## kernels on a GPU, then 2, 4 and 8 ranks over NCCL that share it; without a GPU it says so
+	$(BIN)/python -m pytest -m "gpu or nccl" -n 0 -p no:cacheprovider --timeout=600 tests/gpu tests/nccl tests/distributed/test_cuda.py
 
 test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on this machine; needs root and iproute2
 	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=120 --session-timeout=240 tests/cluster

@@ -112,6 +112,11 @@ def threads():
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_addoption(parser):
+    """Let tests of tests/nccl run without a GPU."""
+    parser.addoption("--on-cpu", action="store_true", help="run tests/nccl on gloo processes")
+
+
 def pytest_collection_modifyitems(items):
     """Mark the tests that use the pool, before `-m` is read."""
     for item in items:

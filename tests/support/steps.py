@@ -133,6 +133,7 @@ class Step:
         make: Callable[..., Parameters] | None = None,
         *,
         backend: str | None = None,
+        device: str = "cpu",
     ) -> Found:
         """Return what a rank of a plan finds. All ranks call it.
 
@@ -142,18 +143,25 @@ class Step:
             make: makes the parameters of a network and a transport; None: replicated ones, or with a free layout where
                 the plan asks for that.
             backend: layers are compiled with it; None: they are not.
+            device: where the model runs; what is found is on the CPU.
         """
         if make is None:
             make = ReshardingParameters if plan.sharding == Sharding.FREE else ReplicatedParameters
-        adapter = self.model_adapter()
+        adapter = ModelAdapter.of(self.model().to(device))
         if any(action.kind == ActionKind.W for line in plan.pipelines for row in line.actions for action in row):
             adapter = replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
         if backend is not None:
             compile_layers(adapter.layers, backend=backend)
         recompute_layers(adapter.layers)
         parameters = make(adapter, transport)
-        result = run_step(bind_plan(plan, transport), parameters, self.rows(), self.valid)
-        gradients = {name: each.clone() for name, each in parameters.full_gradients()}
+        read = self.rows()
+
+        def rows(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+            ids, labels = read(context)
+            return ids.to(device), labels.to(device)
+
+        result = run_step(bind_plan(plan, transport, device=device), parameters, rows, self.valid)
+        gradients = {name: each.to("cpu", copy=True) for name, each in parameters.full_gradients()}
         return Found(result.loss, result.gradient_norm, gradients)
 
 

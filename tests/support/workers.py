@@ -1,4 +1,4 @@
-"""A pool of gloo processes that stays for a whole test session: real messages without a start-up per test.
+"""A pool of processes that stays for a whole test session: real messages without a start-up per test.
 
     with Workers(8) as pool:
         results = pool.run(body, 1.5, ranks=4)      # body(transport, 1.5) on ranks 0 .. 3
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from seqloom.dist.process_group import JobRank, init_process_group
 from seqloom.dist.torch_transport import Communicators, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
@@ -47,23 +48,31 @@ class WorkerError(SeqloomError):
 
 
 class Workers:
-    """`size` gloo processes of one thread each on this machine. They start at the first run.
+    """`size` processes of one thread each on this machine, with gloo between them or NCCL. They start at the first run.
 
     Attributes:
         groups: process groups of the process that has most.
     """
 
-    def __init__(self, size: int, *, timeout_s: float = 60.0, enter: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout_s: float = 60.0,
+        enter: Callable[[int], None] | None = None,
+        on_gpu: bool = False,
+    ) -> None:
         """Plan a pool.
 
         Args:
             size: number of processes.
             timeout_s: limit of a run that names none.
             enter: called with its rank in every new process, before the first connection; picklable.
+            on_gpu: processes share the GPUs of this machine, with NCCL between them.
         """
         self.size = size
         self._timeout_s = timeout_s
-        self._enter = enter
+        self._enter, self._on_gpu = enter, on_gpu
         self.groups = 0
         self._workers: list[_Worker] = []
         self._folder = ""
@@ -117,7 +126,7 @@ class Workers:
         self._folder = tempfile.mkdtemp(prefix="seqloom-workers-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.size, self._folder, theirs, self._enter)
+            arguments = (rank, self.size, self._folder, theirs, self._enter, self._on_gpu)
             process = context.Process(target=_serve, args=arguments, name=f"worker {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -198,7 +207,9 @@ def _find(module: str, name: str, file: str) -> Callable[..., Any]:
     return getattr(loaded, name)
 
 
-def _serve(rank: int, size: int, folder: str, pipe: Connection, enter: Callable[[int], None] | None) -> None:
+def _serve(
+    rank: int, size: int, folder: str, pipe: Connection, enter: Callable[[int], None] | None, on_gpu: bool
+) -> None:
     """Be a worker: do tasks until the pool is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
@@ -214,7 +225,11 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, enter: Callable[
                 if not dist.is_initialized():  # here, so that the pool hears of an error
                     if enter is not None:
                         enter(rank)
-                    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+                    store = dist.FileStore(f"{folder}/store", size)
+                    if on_gpu:
+                        init_process_group(JobRank(rank, size, rank, size), share_gpu=True, store=store)
+                    else:
+                        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
                 answer = pickle.dumps((True, _do(task, worlds), len(_world.pg_map)))
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc(), 0))
