@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class _Run:
         )
         self._states: dict[tuple[int, int | None], MicrobatchState] = {}
         self._totals = torch.zeros(2, dtype=torch.float64, device=rank_plan.device)  # sum of losses, valid labels
-        self._offload_stream = torch.cuda.Stream(rank_plan.device) if rank_plan.device.type == "cuda" else None
+        self._offload_stream = _offload_stream(rank_plan.device)
         if rank_plan.kv_cache is not None:
             rank_plan.kv_cache.clear()  # an earlier step may have failed
             rank_plan.kv_cache.backward = training
@@ -369,6 +370,12 @@ class Offload:
                 target.copy_(source, non_blocking=True)
                 (source if to_host else target).record_stream(stream)  # not reused before the copy is done
         return copies
+
+
+@cache
+def _offload_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the one stream on which all steps of a process copy to the host and back; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _storage_address(tensor: torch.Tensor) -> int:

@@ -35,11 +35,13 @@ from seqloom.dist import Channel, Communicators, JobRank, TorchTransport, init_p
 from seqloom.dist.process_group import check_gpus
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily, Sharding
+from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.config import Config
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
-from seqloom.train.setup import RunSetup, write_strategies
+from seqloom.train.setup import RunChoices, RunSetup, write_strategies
 from seqloom.train.trainer import Trainer
+from seqloom.version import __version__
 
 GRACE_S = 2.0
 """Seconds that ranks have to report by themselves after one of them has ended."""
@@ -99,7 +101,7 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
     """Connect to the other ranks and train, watched."""
     rank, ranks, device, report = process
     with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
-        setup = RunSetup.load(config, ranks)
+        setup = load_alike(config, rank, ranks)
         communicators = Communicators(GroupFamily(ranks, setup.cost.node_size), channels_of(setup))
         communicators.warm_up()
         stream = sys.stderr if show and rank == 0 else None
@@ -109,6 +111,41 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
             summary = trainer.train(stream, notes=notes)
         communicators.close()
     return summary
+
+
+def load_alike(config: Config, rank: int, ranks: int) -> RunSetup:
+    """Load the setup of a run with the choices of rank 0; refuse ranks that differ, all together. All ranks call it."""
+    told: list[Any] = [None]
+    setup = None
+    if rank == 0:
+        try:
+            setup = RunSetup.load(config, ranks)
+            strategies = strategies_to_json(setup.choices.strategies) if setup.choices.strategies else None
+            told = [(setup.choices.stages, strategies, _identity(setup))]
+        except SeqloomError as error:  # all ranks refuse together and none waits
+            told = [str(error)]
+    dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+    if isinstance(told[0], str):
+        raise SeqloomError(told[0])
+    stages, strategies, first = told[0]
+    if setup is None:
+        choices = RunChoices(stages, strategies_from_json(strategies) if strategies else ())
+        setup = RunSetup.load(config, ranks, choices)
+    mine, differences = _identity(setup), [None] * ranks
+    other = next((name for name in first if mine.get(name) != first[name]), None)
+    dist.all_gather_object(differences, None if other is None else f"{other} = {mine.get(other)}, not {first[other]}")
+    for number, difference in enumerate(differences):
+        if difference is not None:
+            raise SeqloomError(
+                f"rank {number} differs from rank 0: {difference}; start all ranks with one config, one corpus and one "
+                "environment"
+            )
+    return setup
+
+
+def _identity(setup: RunSetup) -> dict[str, str]:
+    """What a rank brings along, by name."""
+    return {"Seqloom's version": __version__, "torch's version": torch.__version__} | setup.fingerprint()
 
 
 def channels_of(setup: RunSetup) -> set[Channel]:

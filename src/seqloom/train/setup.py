@@ -1,10 +1,11 @@
 """From a config to everything a run needs before ranks connect: documents, sampler, model spec, cost model, planners.
 
-`RunSetup.load` is deterministic: every rank calls it and gets the same. Nothing here needs torch.
+`RunSetup.load` is deterministic: every rank calls it, with the choices of rank 0. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,14 @@ WARM_UP_TOKENS = 2
 """Tokens per rank of a document in a warm-up plan."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunChoices:
+    """What a config leaves open: the number of stages where it says "auto", and the proposed strategies."""
+
+    stages: int
+    strategies: tuple[Strategy, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunSetup:
     """Everything a run needs before ranks connect, the same on all ranks."""
@@ -54,17 +63,36 @@ class RunSetup:
     steps: int  # of the whole run
 
     @classmethod
-    def load(cls, config: Config, ranks: int) -> RunSetup:
-        """Open and check everything that needs no other rank, for a run on `ranks` processes."""
+    def load(cls, config: Config, ranks: int, choices: RunChoices | None = None) -> RunSetup:
+        """Open and check everything that needs no other rank, for a run on `ranks` processes.
+
+        Args:
+            choices: those of rank 0; None: choose here.
+        """
         spec = load_model_spec(config)
         source = open_documents(config.data.source, config, spec)
         cost = make_cost_model(config, spec, ranks, int(source.lengths.max()))
         sampler = make_sampler(config, source, cost)
-        batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
-        stages = choose_stages(config, cost, batches)
-        planners = RunPlanners.load(config, cost, stages, load_strategies(config, cost, source.lengths))
+        if choices is None:
+            batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
+            choices = RunChoices(choose_stages(config, cost, batches), load_strategies(config, cost, source.lengths))
+        stages = choices.stages
+        planners = RunPlanners.load(config, cost, stages, choices.strategies)
         config = replace(config, pipeline=replace(config.pipeline, stages=stages) if stages > 1 else Pipelining())
         return cls(config, spec, source, sampler, cost, planners, _count_steps(config, source, cost))
+
+    @property
+    def choices(self) -> RunChoices:
+        """What was chosen for this run."""
+        return RunChoices(int(self.config.pipeline.stages), self.planners.strategies)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be the same on all ranks, by name: config, model, documents and cost model."""
+        settings = self.config.as_dict()
+        found = {f"{section}.{key}": str(value) for section in settings for key, value in settings[section].items()}
+        documents = hashlib.sha256(np.ascontiguousarray(self.source.lengths).tobytes()).hexdigest()
+        profile = hashlib.sha256(repr(self.cost.profile).encode()).hexdigest()
+        return found | {"model": repr(self.spec), "lengths of documents": documents[:12], "profile": profile[:12]}
 
     def validation(self) -> tuple[Source, list[Batch]]:
         """Return the documents of evaluation, and its batches: always the same ones."""

@@ -1,0 +1,98 @@
+"""`seqloom train` over NCCL: recipes train, are killed, go on with other ranks, and end as if nothing had happened."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from seqloom.data import StoreWriter
+from seqloom.train.checkpoint import complete_checkpoints
+from seqloom.train.logging import read_steps
+from support.tiny_models import tiny_model
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY, STEPS, LIMIT_S = 257, 12, 240
+USUAL = {"run.steps": STEPS, "run.timeout_s": 100, "schedule.warmup": 2, "checkpoint.every": 4, "evaluation.every": 0}
+RECIPES = {
+    # recipe, ranks, overrides; then ranks and overrides of the run that goes on
+    "qwen3-8xh200": (8, {}, 4, {"plan.cluster": "1x4xH200"}),
+    "tiny-cpu": (4, {}, 2, {}),
+    "pipeline-cpu": (4, {}, 4, {"pipeline.stages": 2}),
+    "hydraulis-cpu": (8, {}, 4, {"plan.planner": "static"}),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents of very unequal length, in which tokens follow from others, and a small Qwen3 in a folder."""
+    folder, draw = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    with StoreWriter(folder / "store", vocabulary=VOCABULARY) as writer:
+        for length in np.clip(draw.lognormal(6, 1.5, 400).astype(int), 2, 8000):
+            writer.add((draw.integers(VOCABULARY) + np.arange(length) * draw.integers(1, 4)) % VOCABULARY)
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 131072, "hidden_size": 64, "head_dim": 64}
+    tiny_model("qwen3", dtype=torch.float32, **sizes).save_pretrained(folder / "model")
+    return folder
+
+
+def command(device, corpus, name, output, ranks, changes):
+    settings = {**USUAL, "run.output": output, **changes}
+    if name == "qwen3-8xh200":
+        settings |= {"model.huggingface": corpus / "model", "data.source": corpus / "store", "data.tokens": 32_768}
+        settings |= {"data.max_length": 8_192} | ({"model.compile": "false"} if device == "cpu" else {})
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    share = ["--share-gpu"] if device == "cuda" else []
+    recipe = str(ROOT / "recipes" / f"{name}.toml")
+    return [sys.executable, "-m", "seqloom", "train", recipe, *words, "--ranks", str(ranks), *share]
+
+
+def train(*arguments):
+    """Run to the end; return the losses."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [record.loss for record in read_steps(arguments[3] / "metrics.jsonl")]
+
+
+def train_until_killed(*arguments, after):
+    """Kill a rank once a checkpoint is there; return the exit code and what was said."""
+    with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            until, folder = time.monotonic() + LIMIT_S, arguments[3] / "checkpoints"
+            while not any(step >= after for step, _ in complete_checkpoints(folder)):
+                assert launcher.poll() is None and time.monotonic() < until
+                time.sleep(0.05)
+            os.kill(_a_rank_of(launcher.pid), signal.SIGKILL)
+            _, said = launcher.communicate(timeout=LIMIT_S)
+        finally:
+            launcher.kill()
+    return launcher.returncode, said
+
+
+def _a_rank_of(launcher):
+    """The last process that the launcher's fork server has started."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1]), (folder / "cmdline").read_text()
+        except OSError:
+            continue
+    server = next(pid for pid, (parent, line) in parents.items() if parent == launcher and "forkserver" in line)
+    return max(pid for pid, (parent, line) in parents.items() if parent == server and "resource_tracker" not in line)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_killed_and_resumed_is_undisturbed(device, corpus, tmp_path, name):
+    ranks, changes, other_ranks, other_changes = RECIPES[name]
+    whole = train(device, corpus, name, tmp_path / "whole", ranks, changes)
+    assert len(whole) == STEPS and whole[-1] < whole[0]
+    code, said = train_until_killed(device, corpus, name, tmp_path / "killed", ranks, changes, after=4)
+    assert code == 2 and "has died (SIGKILL)" in said and "Traceback" not in said, said[-4000:]
+    resumed = train(device, corpus, name, tmp_path / "killed", other_ranks, {**changes, **other_changes})
+    half = name == "qwen3-8xh200"
+    np.testing.assert_allclose(resumed, whole, rtol=0.01 if half else 1e-4)
