@@ -212,7 +212,7 @@ def test_a_resharder_brings_values_and_sums_gradients(gloo_pool):
 
 
 AT_ITS_END = """
-import atexit, os
+import atexit, os, time
 threads = lambda: [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
 atexit.register(lambda: print(*threads()))  # after what is registered later
 import torch.distributed as dist
@@ -221,6 +221,9 @@ from seqloom.plan import GroupFamily
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 transport = TorchTransport(Communicators(GroupFamily(1, node_size=1)))
 dist.destroy_process_group()
+until = time.monotonic() + 20
+while "gloo" not in " ".join(threads()) and time.monotonic() < until:  # a thread names itself when it first runs
+    time.sleep(0.01)
 print(*threads())
 """
 
