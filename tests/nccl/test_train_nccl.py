@@ -16,6 +16,7 @@ from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.logging import read_steps
 from support.tiny_models import tiny_model
 
+pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
 VOCABULARY, STEPS, LIMIT_S = 257, 12, 240
 USUAL = {"run.steps": STEPS, "run.timeout_s": 100, "schedule.warmup": 2, "checkpoint.every": 4, "evaluation.every": 0}
@@ -45,6 +46,8 @@ def command(device, corpus, name, output, ranks, changes):
     if name == "qwen3-8xh200":
         settings |= {"model.huggingface": corpus / "model", "data.source": corpus / "store", "data.tokens": 32_768}
         settings |= {"data.max_length": 8_192} | ({"model.compile": "false"} if device == "cpu" else {})
+    elif device == "cpu":
+        settings |= {"data.max_length": 256, "plan.capacity": 256}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     share = ["--share-gpu"] if device == "cuda" else []
     recipe = str(ROOT / "recipes" / f"{name}.toml")
