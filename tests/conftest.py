@@ -19,7 +19,7 @@ _SLOW_MACHINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "test",
     derandomize=True,
-    max_examples=50,
+    max_examples=40,
     deadline=None,
     database=None,
     suppress_health_check=_SLOW_MACHINE,

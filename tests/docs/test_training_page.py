@@ -23,6 +23,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow  # test_readme runs the same commands
 def test_the_page_runs(tmp_path, run_block):
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     blocks = FENCE.findall(PAGE)

@@ -18,7 +18,7 @@ def _benchmarks_can_be_imported(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [SCRIPTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:])])
 def test_smallest_mode_writes_a_result(name, tmp_path, capsys):
     if name == "bench_flexsp_solver":
         pytest.importorskip("highspy")
