@@ -117,7 +117,7 @@ RUNS = {
     "a fifth of them": (range(0, 20, 5), ("free",)),
     "all, through FSDP2 and stages": (range(20), ("full", "stages", "free")),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow if "all" in name else ()) for name in RUNS]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in RUNS]  # test_train_strategies has some of it
 
 
 @pytest.mark.parametrize("name", SLOW)

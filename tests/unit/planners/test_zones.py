@@ -20,12 +20,11 @@ TINY = cost_model("2x2xH200", "llama3-8b", capacity=16_384)
 NODES = cost_model("4x8xH200", "llama3-8b")
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 8), marks=pytest.mark.slow)])
-def test_near_the_best_of_all_placements(seeds):
-    """Measured over eight batches: 0.7 % above the optimum on average, 2.7 % at worst."""
+def test_near_the_best_of_all_placements():
+    """Measured over these eight batches: 0.7 % above the optimum on average, 2.7 % at worst."""
     policy = TINY.policies[0]
     above = []
-    for seed in seeds:
+    for seed in range(8):
         random = np.random.default_rng(seed)
         lengths = np.exp(random.uniform(np.log(500), np.log(30_000), 3)).astype(np.int64)
         best = shortest_overlapping_step(lengths, TINY, policy) + TINY.step_overhead_ns(policy)
