@@ -85,10 +85,12 @@ class MessageMatcher:
     """The operations of all ranks of one run. A received tensor is copied when its two sides are matched.
 
     Attributes:
+        blocks: whether `post` waits for the other sides.
         lock: held by whoever reads or changes the state.
         failure: the first error of any rank, which ends the run.
     """
 
+    blocks = False
     advice = "every receive needs a send of its peer, and all ranks of a block must call its verbs"
 
     def __init__(self, ranks: int) -> None:
@@ -121,17 +123,15 @@ class MessageMatcher:
             operation.number = self._numbers[operation.queue]
             self._numbers[operation.queue] += 1
             self.start(operation)
+            if self.blocks:
+                self._wait_until_done(operation)
             return operation
 
     def wait(self, operation: Operation) -> None:
         """Return when all sides of `operation` are matched; a deadlock is an error at once."""
         with self.lock:
             self._stop_if_failed()
-            while not operation.done:
-                self._waiting[operation.rank] = operation
-                self._refuse_deadlock(operation.rank)
-                self._wake[operation.rank].wait()
-                self._stop_if_failed()
+            self._wait_until_done(operation)
 
     def leave(self, rank: int) -> None:
         """Note that the body of `rank` has returned: it will match nothing any more."""
@@ -193,6 +193,14 @@ class MessageMatcher:
         for operation in dict.fromkeys((send.operation, receive.operation)):
             if not operation.open_sides:
                 self.finish(operation)
+
+    def _wait_until_done(self, operation: Operation) -> None:
+        """Sleep, without `lock`, until all sides are matched. Needs `lock`."""
+        while not operation.done:
+            self._waiting[operation.rank] = operation
+            self._refuse_deadlock(operation.rank)
+            self._wake[operation.rank].wait()
+            self._stop_if_failed()
 
     def _stop_if_failed(self) -> None:
         if self.failure is not None:

@@ -29,6 +29,7 @@ SHARED_GPU_ENVIRONMENT = {
 }
 """NCCL refuses two ranks of one host on one GPU. So every rank says that it is a host of its own (`NCCL_HOSTID`), and
 all of them talk through sockets."""
+SHARED_HOST = "seqloom-"
 SLURM_PORTS = range(20_000, 30_000)
 
 
@@ -52,7 +53,7 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> JobRank | None
             int(environment[name]) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         )
         tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", str(ranks))
-        return JobRank(rank, ranks, local_rank, _tasks_of_node(tasks, int(environment.get("SLURM_NODEID", "0"))))
+        return JobRank(rank, ranks, local_rank, tasks_of_node(tasks, int(environment.get("SLURM_NODEID", "0"))))
     return None
 
 
@@ -71,7 +72,7 @@ def init_process_group(
     rank, ranks = job_rank.rank, job_rank.ranks
     device = take_device(job_rank, share_gpu=share_gpu)
     if store is None and "MASTER_ADDR" not in os.environ:
-        os.environ |= _slurm_address(os.environ)
+        os.environ |= slurm_address(os.environ)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -89,9 +90,11 @@ def take_device(job_rank: JobRank, *, share_gpu: bool = False) -> torch.device:
     gpus = torch.cuda.device_count()
     if not gpus:
         return torch.device("cpu")
-    check_gpus(job_rank.local_ranks, share_gpu=share_gpu)
-    if job_rank.local_ranks > gpus:
-        os.environ |= SHARED_GPU_ENVIRONMENT | {"NCCL_HOSTID": f"seqloom-{job_rank.rank}"}
+    bound = gpus == 1 and "SLURM_STEP_ID" in os.environ  # Slurm may show a task the one GPU that is its own
+    if not bound:
+        check_gpus(job_rank.local_ranks, share_gpu=share_gpu)
+    if share_gpu and job_rank.local_ranks > gpus:
+        os.environ |= SHARED_GPU_ENVIRONMENT | {"NCCL_HOSTID": f"{SHARED_HOST}{job_rank.rank}"}
     device = torch.device("cuda", job_rank.local_rank % gpus)
     torch.cuda.set_device(device)
     return device
@@ -107,7 +110,7 @@ def check_gpus(local_ranks: int, *, share_gpu: bool = False) -> None:
         )
 
 
-def _slurm_address(environment: Mapping[str, str]) -> dict[str, str]:
+def slurm_address(environment: Mapping[str, str]) -> dict[str, str]:
     """Return where the ranks of a Slurm step meet: on its first host, at a port that its job has to itself."""
     nodes = environment.get("SLURM_STEP_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
@@ -119,7 +122,7 @@ def _slurm_address(environment: Mapping[str, str]) -> dict[str, str]:
     return {"MASTER_ADDR": first[1] + (first[2] or ""), "MASTER_PORT": str(port)}
 
 
-def _tasks_of_node(text: str, node: int) -> int:
+def tasks_of_node(text: str, node: int) -> int:
     """Return the tasks of a node from Slurm's list, such as 8(x3),4."""
     tasks: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

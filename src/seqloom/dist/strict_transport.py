@@ -14,18 +14,17 @@ On top of what every transport asks (one order of verbs per block, equal sizes a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 import torch
 
 from seqloom.dist.message_matching import MessageMatcher, Operation, Side
-from seqloom.dist.transport import Channel
 from seqloom.errors import SeqloomError
 
 
 class StrictMessageMatcher(MessageMatcher):
     """Operations of all ranks under NCCL's rules."""
 
+    blocks = True
     advice = "sends that cross must be in one exchange, and all ranks of a communicator need one order of operations"
 
     def __init__(self, ranks: int) -> None:
@@ -33,20 +32,6 @@ class StrictMessageMatcher(MessageMatcher):
         super().__init__(ranks)
         self._sent: dict[Operation, dict[Side, torch.Tensor]] = {}  # copies, of operations not waited for
         self._arrived: defaultdict[Operation, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-
-    def post(
-        self,
-        rank: int,
-        verb: str,
-        block: tuple[int, ...] | None,
-        sends: Iterable[tuple[int, torch.Tensor]],
-        receives: Iterable[tuple[int, torch.Tensor]],
-        channel: Channel | None = None,
-    ) -> Operation:
-        """Start a verb, see `MessageMatcher.post`; return when its other sides have started."""
-        operation = super().post(rank, verb, block, sends, receives, channel)
-        super().wait(operation)
-        return operation
 
     def start(self, operation: Operation) -> None:
         """Copy what is sent, and spoil what will be received."""

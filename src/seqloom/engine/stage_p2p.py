@@ -374,7 +374,8 @@ class Progress:
             return words
         action, peers = self._awaited
         others = sorted({*peers} - {self._rank})
-        return f"{words} and waits for {action} with rank{'s' * (len(others) != 1)} {', '.join(map(str, others))}"
+        named = f" with rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}" if others else ""
+        return f"{words} and waits for {action}{named}"
 
     def report(self, reason: str = "") -> str:
         """Say what this rank is at, and the reason if known, and draw the rows of all pp ranks around that action."""

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from seqloom.dist import Channel, Communicators, JobRank, TorchTransport, init_process_group, launched_rank
-from seqloom.dist.process_group import check_gpus
+from seqloom.dist.process_group import SHARED_HOST, check_gpus
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
@@ -156,7 +156,7 @@ def channels_of(setup: RunSetup) -> set[Channel]:
 
 def shared_gpu_note(ranks: int) -> str | None:
     """Say that ranks of this node share its GPUs; None: they do not."""
-    if "NCCL_HOSTID" not in os.environ:
+    if not os.environ.get("NCCL_HOSTID", "").startswith(SHARED_HOST):
         return None
     return f"{ranks} ranks share {torch.cuda.device_count()} GPU: results are exact, speed means nothing"
 

@@ -7,10 +7,10 @@ from seqloom.dist import JobRank, launched_rank
 from seqloom.dist.process_group import (
     SHARED_GPU_ENVIRONMENT,
     SLURM_PORTS,
-    _slurm_address,
-    _tasks_of_node,
     check_gpus,
+    slurm_address,
     take_device,
+    tasks_of_node,
 )
 from seqloom.errors import SeqloomError
 
@@ -37,17 +37,17 @@ def test_launchers_say_which_rank_a_process_is():
 
 @pytest.mark.parametrize(("text", "tasks"), [("8(x2),4", [8, 8, 4]), ("2", [2]), ("3,1(x2)", [3, 1, 1])])
 def test_tasks_of_slurm_nodes(text, tasks):
-    assert [_tasks_of_node(text, node) for node in range(len(tasks))] == tasks
+    assert [tasks_of_node(text, node) for node in range(len(tasks))] == tasks
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"), [("gpu[03-06]", "gpu03"), ("n7", "n7"), ("a-1,b[2-3]", "a-1"), ("rack2n[10,12]", "rack2n10")]
 )
 def test_slurm_ranks_meet_on_the_first_host(nodes, first):
-    found = _slurm_address({"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123456"})
+    found = slurm_address({"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123456"})
     assert found["MASTER_ADDR"] == first and int(found["MASTER_PORT"]) in SLURM_PORTS
     with pytest.raises(SeqloomError, match="start ranks with torchrun or srun"):
-        _slurm_address({})
+        slurm_address({})
 
 
 def test_every_rank_of_a_node_has_its_own_gpu(monkeypatch):
@@ -58,6 +58,13 @@ def test_every_rank_of_a_node_has_its_own_gpu(monkeypatch):
     with pytest.raises(SeqloomError, match=r"8 ranks on a node with 2 GPUs: .* at most 2 here, or add --share-gpu"):
         take_device(JobRank(5, 8, 5, 8))
     check_gpus(8, share_gpu=True)
+
+
+def test_slurm_may_show_every_task_its_own_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert take_device(JobRank(5, 8, 5, 8)) == torch.device("cuda", 0)
 
 
 def test_ranks_that_share_a_gpu_are_hosts_of_their_own(monkeypatch):

@@ -1,9 +1,9 @@
 """Ring attention: keys and values go round, every ring index computes its tiles with each of them in turn.
 
 In step s index i works on the keys of index j = (i - s) mod ring, while the keys of the next step are under way. Each
-step merges its results into the output by log-sum-exp (`merge.OutputAccumulator`).
-Backward sends keys and values round again, and their gradients one step behind them, in float32: they are sums that
-grow with every step, and after the last one they return to the ranks of their keys.
+step merges its results into the output by log-sum-exp (`merge.OutputAccumulator`). Backward sends keys and values round
+again, and their gradients one step behind them, in float32: they are sums that grow with every step, and after the last
+one they return to the ranks of their keys.
 
     exchange    0     1          2          ...   r - 1     r
     keys of     s=1   s=2        s=3        ...
