@@ -38,11 +38,18 @@ class Arena:
 
     def warm_up(self) -> tuple[int, float]:
         """(shapes, seconds) of building the grid."""
+        import torch
+
+        from seqloom.attention.kernels.interface import KernelUse
+
         begin = time.perf_counter()
-        shapes = self.kernels.warm_up(
-            self.shape, TOKENS, report=lambda done, total: done % 50 or progress(f"{done}/{total} shapes")
-        )
-        return shapes, time.perf_counter() - begin
+        builds = self.kernels.builds(self.shape, KernelUse(TOKENS))
+        for done, build in enumerate(builds, 1):
+            build.run()
+            if done % 50 == 0:
+                progress(f"{done}/{len(builds)} shapes")
+        torch.cuda.synchronize()
+        return len(builds), time.perf_counter() - begin
 
     def ours(self, lengths: list[int]):
         """The engine on one rank. Index work is done beforehand, as for all: once per pack, not once per layer."""

@@ -15,7 +15,7 @@ import torch
 from training_inputs import CONFIGS, Pack, Step
 from transformers import AutoModelForCausalLM
 
-from seqloom.attention import warm_up_attention
+from seqloom.attention import AttentionSpec, warm_up_attention
 from seqloom.dist import Context, SingleRankTransport, bind_single_rank
 from seqloom.engine import bind_plan, run_step
 from seqloom.integrations.transformers import attach, model_adapter
@@ -63,8 +63,8 @@ class Sides:
     def warm_up(self, longest: int, report: Callable[[int, int], None]) -> int:
         """Build the engine's kernels for packs of `longest` tokens."""
         c = self.config
-        shape = (c.num_attention_heads, c.num_key_value_heads, c.head_dim, torch.bfloat16, self.device)
-        return warm_up_attention(*shape, longest=longest, tokens=longest, report=report)
+        spec = AttentionSpec(c.num_attention_heads, c.num_key_value_heads, c.head_dim)
+        return warm_up_attention(spec, torch.bfloat16, self.device, longest=longest, tokens=longest, report=report)
 
     def run(self, side: str, pack: Pack, recompute: str) -> Step:
         """A whole step, timed."""

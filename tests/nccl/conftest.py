@@ -22,7 +22,7 @@ def nccl_pool(device, fork_server):
     """Eight processes on one GPU: `nccl_pool.run(body, *args, ranks=4)`."""
     from support.workers import Workers
 
-    with Workers(8, timeout_s=240, on_gpu=device == "cuda") as pool:
+    with Workers(8, timeout_s=120, on_gpu=device == "cuda") as pool:
         yield pool
 
 

@@ -3,13 +3,14 @@
 from seqloom.attention.api import attention, attention_with_lse, packed_attention
 from seqloom.attention.context_parallel import KVCache
 from seqloom.attention.masks import Segments
-from seqloom.attention.plan import AttentionSpec, prepare_attention, warm_up_attention
+from seqloom.attention.plan import AttentionSpec, attention_builds, prepare_attention, warm_up_attention
 
 __all__ = [
     "AttentionSpec",
     "KVCache",
     "Segments",
     "attention",
+    "attention_builds",
     "attention_with_lse",
     "packed_attention",
     "prepare_attention",

@@ -8,7 +8,7 @@ the round keeps the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,9 +29,10 @@ from seqloom.attention.kernels.interface import (
     DTYPES,
     AttentionShape,
     Kernel,
+    KernelBuild,
+    KernelUse,
     PreparedAttention,
-    SupportsWarmUp,
-    WarmUpReport,
+    SupportsBuilds,
     dtype_name,
 )
 from seqloom.attention.masks import Segments
@@ -82,43 +83,61 @@ def prepare_attention(
     _group_attentions(context, heads, kv_heads, dim, dtype, AttentionOptions(causal, window, scale, kernels))
 
 
-def warm_up_attention(
-    heads: int,
-    kv_heads: int,
-    dim: int,
+def attention_builds(
+    spec: AttentionSpec,
     dtype: torch.dtype,
     device: torch.device | str,
     *,
     longest: int,
     tokens: int | None = None,
-    scale: float | None = None,
-    ulysses: Sequence[int] = (1,),
+    degrees: Iterable[tuple[int, int]] = ((1, 1),),
     kernels: Kernel | None = None,
-    report: WarmUpReport | None = None,
-) -> int:
-    """Build and load all that attention over causal documents can need, before the first step needs it.
+) -> list[KernelBuild]:
+    """Return all that attention over causal documents can compile or build, to do it before the first step needs it.
 
-    On a GPU a new shape delays a step by about 0.1 s; on a CPU there is nothing to build.
+    On a GPU a new shape delays a step by 0.1 s or more, and every rank that waits for it; on a CPU there is nothing to
+    build.
 
     Args:
-        heads, kv_heads, dim, dtype, scale, kernels: see `attention`.
+        spec, dtype, kernels: of the calls, see `attention`.
         longest: tokens of a document.
         tokens: of a rank in a round, at most; None: any number.
-        ulysses: degrees that rounds will have; each leaves a rank with other heads.
-        report: called as report(done, total) for every degree.
-
-    Returns:
-        Number of shapes.
+        degrees: (ulysses, ring) of groups that will come: they decide heads, strides and masks of a kernel's calls.
     """
     device = torch.device(device)
     kernel = _default_kernel(device) if kernels is None else kernels
-    if not isinstance(kernel, SupportsWarmUp):
-        return 0
-    scale = dim**-0.5 if scale is None else scale
-    splits = [(HeadSplit.of(heads, kv_heads, degree), degree) for degree in ulysses]
-    counts = {split.counts(rank) for split, degree in splits for rank in range(degree)}
-    shapes = [AttentionShape(*some, dim, dtype, device, scale) for some in sorted(counts, reverse=True)]
-    return sum(kernel.warm_up(shape, longest, tokens=tokens, report=report) for shape in shapes)
+    if not isinstance(kernel, SupportsBuilds):
+        return []
+    scale = spec.dim**-0.5 if spec.scale is None else spec.scale
+    builds = []
+    for ulysses, ring in sorted(set(degrees)):
+        split = HeadSplit.of(spec.heads, spec.kv_heads, ulysses)
+        for heads, kv_heads in sorted({split.counts(rank) for rank in range(ulysses)}, reverse=True):
+            shape = AttentionShape(heads, kv_heads, spec.dim, dtype, device, scale)
+            # Ulysses delivers q, k and v in one buffer; a ring sends k and v in one.
+            q, k, v = [(heads + 2 * kv_heads) * spec.dim] * 3 if ulysses > 1 else shape.contiguous_strides
+            strides = (q, 2 * kv_heads * spec.dim, 2 * kv_heads * spec.dim) if ring > 1 else (q, k, v)
+            in_call = None if tokens is None else tokens * ulysses
+            use = KernelUse(longest, in_call, spec.window, (strides,), tiles=ring > 1)
+            builds += kernel.builds(shape, use)
+    return builds
+
+
+def warm_up_attention(
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    report: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> int:
+    """Do all `attention_builds`; `report(done, total)` is called after each. Returns how many there were."""
+    builds = attention_builds(spec, dtype, device, **options)
+    for done, build in enumerate(builds, 1):
+        build.run()
+        if report is not None:
+            report(done, len(builds))
+    return len(builds)
 
 
 def plan_attention(

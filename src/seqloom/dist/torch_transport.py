@@ -56,12 +56,12 @@ class Communicators:
         if family.ranks > size:
             raise SeqloomError(f"a family of {family.ranks} ranks in a job of {size}; make it for at most {size} ranks")
         self.family, self.rank, self.has_nccl = family, dist.get_rank(), "nccl" in dist.get_backend_config()
-        new_group = partial(_new_group, backend="nccl" if self.has_nccl else None)
-        world = new_group(everyone) if family.ranks < size else dist.group.WORLD
-        self.groups = {tuple(block): new_group(block) for block in family.communicators()}
+        make = partial(new_group, backend="nccl" if self.has_nccl else None)
+        world = make(everyone) if family.ranks < size else dist.group.WORLD
+        self.groups = {tuple(block): make(block) for block in family.communicators()}
         self.channels: dict[Channel, dist.ProcessGroup | None] = {Channel.LAYERS: world}
         for channel in sorted(set(channels) - {Channel.LAYERS}):
-            self.channels[channel] = new_group(everyone) if self.has_nccl else world
+            self.channels[channel] = make(everyone) if self.has_nccl else world
         _created.add(self)
 
     @property
@@ -131,9 +131,16 @@ def _drop_all_references() -> None:
         each.drop_references()
 
 
-def _new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
-    """Create a process group; return None where this process is not a member."""
-    group = dist.new_group(list(ranks), backend=backend)
+def new_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
+    """Create a process group with the timeout of the world; None where this process is not a member.
+
+    All processes of the job call it. One that makes a group of itself alone does so alone: otherwise a job of n ranks
+    would meet n times for n such groups.
+    """
+    alone = len(ranks) == 1
+    if alone and ranks[0] != dist.get_rank():
+        return None
+    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=alone)
     if not isinstance(group, dist.ProcessGroup):
         return None
     inherit_timeout(group)

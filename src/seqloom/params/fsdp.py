@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from seqloom.compat import inherit_timeout
 from seqloom.dist import Context, Transport
+from seqloom.dist.torch_transport import new_group
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK
@@ -157,11 +157,21 @@ def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, devic
 
 
 def new_mesh(device: torch.device, ranks: torch.Tensor, axes: tuple[str, ...]) -> DeviceMesh:
-    """Create a mesh whose process groups have the timeout of the world; all processes of the job call it."""
-    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=axes)
-    for axis in axes:
-        inherit_timeout(mesh.get_group(axis))
-    return mesh
+    """Create a mesh whose process groups have the timeout of the world; all processes of the job call it.
+
+    Torch's own constructor names a group after its ranks and the number of groups that this process is in. Where ranks
+    are in different numbers of groups, their names differ, and gloo waits for ever.
+    """
+    groups = []
+    for axis, size in enumerate(ranks.shape):
+        rows = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        groups += [group for row in rows if (group := new_group(row, _backend(device))) is not None]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=axes)
+
+
+def _backend(device: torch.device) -> str:
+    """Return the backend that moves the tensors of a device."""
+    return dist.get_backend_config().partition(f"{device.type}:")[2].partition(",")[0] or dist.get_backend()
 
 
 def _sum_all_gradients(module: FSDPModule) -> None:

@@ -38,6 +38,7 @@ from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.config import Config
+from seqloom.train.logging import StartUp
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
 from seqloom.train.setup import RunChoices, RunSetup, write_strategies
 from seqloom.train.trainer import Trainer
@@ -101,12 +102,15 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
     """Connect to the other ranks and train, watched."""
     rank, ranks, device, report = process
     with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
+        stream = sys.stderr if show and rank == 0 else None
+        start = StartUp(stream)
+        start.enter("reading config and corpus")
         setup = load_alike(config, rank, ranks)
+        start.enter("connecting")
         communicators = Communicators(GroupFamily(ranks, setup.cost.node_size), channels_of(setup))
         communicators.warm_up()
-        stream = sys.stderr if show and rank == 0 else None
         notes = [text for text in (allocator_advice(device.type), shared_gpu_note(ranks), communicators.note) if text]
-        parts = {"model_family": model_family, "device": device, "watchdog": watchdog}
+        parts = {"model_family": model_family, "device": device, "watchdog": watchdog, "start": start}
         with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
             summary = trainer.train(stream, notes=notes)
         communicators.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
@@ -55,6 +56,33 @@ class StepRecord:
     def as_dict(self) -> dict[str, Any]:
         """Return all metrics by name."""
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+class StartUp:
+    """The phases of a rank before its first step: shown when they begin, timed, and summed up in one sentence."""
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        """Begin now; phases are shown on `stream`, None: nowhere."""
+        self._stream, self._phases = stream, list[tuple[str, float]]()
+        self._begin = time.monotonic()
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, which ends the one before."""
+        self._phases.append((phase, time.monotonic()))
+        self.show(phase)
+
+    def show(self, text: str) -> None:
+        """Show how far the phase has come."""
+        if self._stream is not None:
+            self._stream.write(f"start: {text}\n")
+            self._stream.flush()
+
+    def summary(self) -> str:
+        """Return how long the start took, by phase; the last one ends now."""
+        end = time.monotonic()
+        ends = [*(begin for _, begin in self._phases[1:]), end]
+        parts = [f"{name} {stop - begin:.1f}" for (name, begin), stop in zip(self._phases, ends, strict=True)]
+        return f"first step done {end - self._begin:.1f} s after the rank's start: {', '.join(parts)}"
 
 
 class Metrics(AbstractContextManager):

@@ -29,7 +29,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from seqloom.attention import warm_up_attention
+from seqloom.attention import attention_builds
+from seqloom.attention.kernels import KernelBuild
 from seqloom.data import Batch, rank_rows
 from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
@@ -39,7 +40,7 @@ from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.train.checkpoint import Checkpoints
-from seqloom.train.logging import Metrics, StepRecord, open_display, open_trackers
+from seqloom.train.logging import Metrics, StartUp, StepRecord, open_display, open_trackers
 from seqloom.train.model import (
     REFERENCE,
     ModelFamily,
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
 """How long a step waits for its plan before the fallback planner makes one; the first plan compiles the planner."""
-WARM_UP_REPORTS = 4
-"""How often progress is noted for every Ulysses degree."""
+PROGRESS_LINES = 8
+"""How often the progress of builds is shown."""
 
 
 class Trainer(AbstractContextManager):
@@ -71,12 +72,24 @@ class Trainer(AbstractContextManager):
         model_family: ModelFamily = REFERENCE,
         device: torch.device | str = "cpu",
         watchdog: Watchdog | None = None,
+        start: StartUp | None = None,
     ) -> None:
-        """Build model, optimiser and planner, and load the latest checkpoint if the config says so."""
+        """Build model, optimiser and planner, and load the latest checkpoint if the config says so.
+
+        Args:
+            setup: of the run, the same on all ranks.
+            transport: between the ranks.
+            model_family: builds the model and saves it.
+            device: of this rank.
+            watchdog: is told what comes next.
+            start: is told what comes before the first step.
+        """
         config = setup.config
         self.setup, self.config, self.transport, self.device = setup, config, transport, torch.device(device)
         self._closing, self._model_family = ExitStack(), model_family
         self._enter_phase: Callable[..., None] = watchdog.enter_phase if watchdog else lambda *_, **__: None
+        self._start = start or StartUp()
+        self._start.enter("loading the model")
         parameter_dtype, compute_dtype = parameter_dtypes(config)
         self._compute_dtype = compute_dtype or parameter_dtype
         adapter = model_family.build(config, self.device, parameter_dtype)
@@ -86,6 +99,7 @@ class Trainer(AbstractContextManager):
         self.sampler = setup.sampler
         self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
         self._resumed_strategies: list[Any] | None = None
+        self._start.enter("looking for a checkpoint")
         self.start_step = self.load_checkpoint()
         if transport.rank == 0:
             write_strategies(config, setup.planners.strategies)
@@ -102,6 +116,7 @@ class Trainer(AbstractContextManager):
             strategies = strategy_notes(self.config, self.setup.planners.strategies, self._resumed_strategies)
             for text in (*notes, *strategies):
                 metrics.note(self.start_step, text)
+        self._start.enter("planning")
         evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
         before = "none before it"
         for step, batch in self._planned_batches():
@@ -110,10 +125,13 @@ class Trainer(AbstractContextManager):
             before = f"step {step}, plan {step_plan.plan.hash[:12]}"
             if step == self.start_step + 1:
                 self._enter_phase(f"{before}, warming up")
-                self.warm_up(step_plan.plan, metrics)
+                self.warm_up(step_plan.plan)
+                self._start.enter("first step")
             self._enter_phase(before)
             record = self.train_step(step_plan, batch)
             if metrics is not None:
+                if step == self.start_step + 1:
+                    metrics.note(self.start_step, self._start.summary())
                 metrics.step(record)
                 if step_plan.fallback_reason:
                     metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
@@ -203,23 +221,25 @@ class Trainer(AbstractContextManager):
         if metrics is not None:
             metrics.evaluation(step, total / sum(batch.valid_tokens for batch in batches))
 
-    def warm_up(self, first: Plan, metrics: Metrics | None) -> None:
+    def warm_up(self, first: Plan) -> None:
         """Build attention kernels and communicators before the first step. All ranks call it.
 
-        On a GPU a new attention shape holds up a step by about 0.1 s, and with it every rank that waits for this one.
-        Shapes follow from the Ulysses degrees of the first plan and of a small plan per strategy; others are built when
-        they come. The small plans are then run on dummy tokens without an update: from then on all communicators of a
-        strategy exist, and the index work of its parameter moves is done.
+        On a GPU a new kernel holds up a step, and with it every rank that waits for this one. Kernels follow from the
+        groups of the first plan and of a small plan per strategy; others are built when they come. The small plans are
+        then run on dummy tokens without an update: from then on all communicators of a strategy exist, and the index
+        work of its parameter moves is done.
         """
-        note = (lambda text: None) if metrics is None else partial(metrics.note, self.start_step)
         setup = self.setup
         small: Sequence[Plan] = ()
         if setup.planners.strategies:
             root = self.transport.rank == 0
             small = self.plans.broadcast(warm_up_plans(setup.planners.strategies, setup.cost) if root else None)
+        self._start.enter("compiling kernels")
         longest = setup.cost.max_length or int(setup.source.lengths.max())
-        build_attention_kernels(self.adapter, [first, *small], longest, self._compute_dtype, self.device, note)
-        for plan in small:
+        builds = kernel_builds(self.adapter, [first, *small], longest, self._compute_dtype, self.device)
+        run_builds(builds, self.transport, setup.cost.node_size, self.device, self._start.show)
+        for number, plan in enumerate(small, 1):
+            self._start.enter(f"strategy {number}/{len(small)}")
             self._enter_phase(f"warm-up of {plan_shape(plan)}, plan {plan.hash[:12]}")
             run_step(self.bind(plan), self.parameters, _dummy_rows, sum(plan.documents))
             self.parameters.zero_grad()
@@ -337,31 +357,52 @@ class PlanBroadcast:
                 )
 
 
-def build_attention_kernels(
-    adapter: ModelAdapter,
-    plans: Sequence[Plan],
-    longest: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    note: Callable[[str], None],
-) -> None:
-    """Build the attention kernels of a model for plans like these; on a CPU there are none.
-
-    The Ulysses degrees of the plans decide how many heads a rank has; `longest` is the longest document in tokens.
-    """
+def kernel_builds(
+    adapter: ModelAdapter, plans: Sequence[Plan], longest: int, dtype: torch.dtype, device: torch.device
+) -> list[KernelBuild]:
+    """Return what the attention of a model compiles for plans like these; `longest` document in tokens."""
     capacity = max(tokens for plan in plans for _, tokens in plan.limits.capacity)
-    rounds = [round_ for plan in plans for pipeline in plan.pipelines for round_ in pipeline.rounds]
-    degrees = {group.ulysses for round_ in rounds for work in round_.by_stage for group in work.groups}
-    for degree in sorted(degrees):
+    degrees: dict[int, set[tuple[int, int]]] = {}
+    for pipeline in (pipeline for plan in plans for pipeline in plan.pipelines):
+        for round_ in pipeline.rounds:
+            for stage, work in zip(pipeline.stages, round_.by_stage, strict=True):
+                found = {(group.ulysses, group.ring) for group in work.groups}
+                degrees.setdefault(stage.tensor, {(1, 1)}).update(found)
+    builds = []
+    for tensor, found in sorted(degrees.items()):
+        for spec in adapter.attention_specs:
+            local = spec._replace(heads=spec.heads // tensor, kv_heads=spec.kv_heads // tensor)
+            reach = min(longest, spec.window or longest)
+            builds += attention_builds(local, dtype, device, longest=reach, tokens=capacity, degrees=found)
+    return builds
 
-        def report(done: int, total: int, degree: int = degree) -> None:
-            if total >= WARM_UP_REPORTS and done % (total // WARM_UP_REPORTS) == 0:
-                note(f"attention over {degree} rank{'s' * (degree > 1)}: {done} of {total} shapes built")
 
-        for heads, kv_heads, dim, window, scale in adapter.attention_specs:
-            reach = longest if window is None else min(longest, window)
-            options = {"tokens": degree * capacity, "scale": scale, "ulysses": (degree,), "report": report}
-            warm_up_attention(heads, kv_heads, dim, dtype, device, longest=reach, **options)
+def run_builds(
+    builds: Sequence[KernelBuild],
+    transport: Transport,
+    node_size: int,
+    device: torch.device,
+    show: Callable[[str], None],
+) -> None:
+    """Run builds on every rank; the ranks of a node first compile a share each of what all others then load from disk.
+
+    All ranks call it with equal lists.
+    """
+    if not builds:
+        return
+    cached = [number for number, build in enumerate(builds) if build.cached]
+    share = cached[transport.rank % node_size :: node_size]
+    rest = sorted({*range(len(builds))} - {*share})
+
+    def run(numbers: Sequence[int], before: int) -> None:
+        for done, number in enumerate(numbers, before + 1):
+            builds[number].run()
+            if done % max(1, len(builds) // PROGRESS_LINES) == 0:
+                show(f"compiling kernels {done}/{len(builds)}")
+
+    run(share, 0)
+    gather_scalars(0.0, transport, device).tolist()  # all ranks have compiled their share
+    run(rest, len(share))
 
 
 def _dummy_rows(context: Context) -> tuple[torch.Tensor, torch.Tensor]:

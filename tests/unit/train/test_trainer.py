@@ -1,10 +1,14 @@
 """Plans broadcast to all ranks, and kernels built before the first step."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import seqloom as sl
 from seqloom.api import cost_model
+from seqloom.attention import AttentionSpec, attention_builds
+from seqloom.attention.kernels import KernelBuild
 from seqloom.dist import run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
@@ -99,33 +103,39 @@ def test_plans_of_the_root_are_broadcast():
     assert found == [plans] * 4
 
 
-def test_every_degree_of_the_plans_and_every_call_of_the_model_is_built(monkeypatch):
+def test_every_degree_of_the_plans_and_every_spec_of_the_model_is_built(monkeypatch):
     plan = sl.plan([20_000, 300, 300], cluster="1x8xH200", model="llama3-8b", planner="static")
-    asked, told = [], []
+    asked = []
 
-    def build(heads, kv_heads, dim, dtype, device, *, longest, tokens, scale, ulysses, report):
-        asked.append((heads, kv_heads, dim, longest, tokens, ulysses))
-        for done in range(1, 9):
-            report(done, 8)
-        return 8
+    def builds(spec, dtype, device, *, longest, tokens, degrees):
+        asked.append((spec, longest, tokens, degrees))
+        return [KernelBuild(lambda: None, cached=True)]
 
-    monkeypatch.setattr(trainer, "warm_up_attention", build)
+    monkeypatch.setattr(trainer, "attention_builds", builds)
     module = torch.nn.Linear(1, 1)
-    calls = (warm_call(32, 8, None), warm_call(32, 8, 4_096))
-    adapter = ModelAdapter(module, (), lambda ids, context: ids, module, calls)
+    specs = (AttentionSpec(32, 8, 128), AttentionSpec(32, 8, 128, window=4_096))
+    adapter = ModelAdapter(module, (), lambda ids, context: ids, module, specs)
     capacity = max(tokens for _, tokens in plan.limits.capacity)
-    trainer.build_attention_kernels(adapter, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"), told.append)
-    assert asked == [(32, 8, 128, 20_000, 8 * capacity, (8,)), (32, 8, 128, 4_096, 8 * capacity, (8,))]
-    assert told[0] == "attention over 8 ranks: 2 of 8 shapes built" and len(told) == 8
+    found = trainer.kernel_builds(adapter, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"))
+    degrees = {(1, 1), (8, 1)}
+    assert asked == [(specs[0], 20_000, capacity, degrees), (specs[1], 4_096, capacity, degrees)] and len(found) == 2
 
 
-def warm_call(heads, kv_heads, window):
-    from seqloom.attention import AttentionSpec
+def test_ranks_of_a_node_compile_a_share_each_and_load_the_rest():
+    compiled = {0: [], 1: [], 2: [], 3: []}  # by rank, in order
+    shown = []
 
-    return AttentionSpec(heads, kv_heads, 128, window)
+    def body(transport):
+        ran = compiled[transport.rank]
+        builds = [KernelBuild(partial(ran.append, number), cached=number % 3 != 2) for number in range(6)]
+        show = shown.append if transport.rank == 0 else str
+        trainer.run_builds(builds, transport, 2, torch.device("cpu"), show)
+        trainer.run_builds([], transport, 2, torch.device("cpu"), show)
+
+    run_ranks(4, body, strict=True)
+    assert compiled[0] == compiled[2] == [0, 3, 1, 2, 4, 5] and compiled[1] == compiled[3] == [1, 4, 0, 2, 3, 5]
+    assert shown[0] == "compiling kernels 1/6" and len(shown) == 6
 
 
 def test_a_cpu_has_nothing_to_build():
-    from seqloom.attention import warm_up_attention
-
-    assert warm_up_attention(8, 2, 64, torch.float32, "cpu", longest=1_000) == 0
+    assert attention_builds(AttentionSpec(8, 2, 64), torch.float32, "cpu", longest=1_000) == []

@@ -3,11 +3,20 @@
 `dispatch` imports every kernel; this package only the interface.
 """
 
-from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Kernel, PreparedAttention
+from seqloom.attention.kernels.interface import (
+    AttentionShape,
+    Capabilities,
+    Kernel,
+    KernelBuild,
+    KernelUse,
+    PreparedAttention,
+)
 
 __all__ = [
     "AttentionShape",
     "Capabilities",
     "Kernel",
+    "KernelBuild",
+    "KernelUse",
     "PreparedAttention",
 ]

@@ -16,9 +16,10 @@ GPU, so one plan serves every pack, and it writes into our buffers, so nothing i
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,9 +30,11 @@ from seqloom.attention.kernels.interface import (
     AttentionShape,
     Capabilities,
     Gradients,
+    KernelBuild,
+    KernelUse,
     PreparedAttention,
+    RowStrides,
     Saved,
-    WarmUpReport,
     device_rows,
 )
 from seqloom.attention.masks import Segments
@@ -45,6 +48,8 @@ TILE_FROM = 4_096
 MAX_BATCH = 512
 MAX_PACKED_TOKENS = 1 << 18
 """Documents of a packed call times its class: bounds cuDNN's scratch memory, which is that of the padded batch."""
+MAX_GRAPHS = 4_096
+"""That a process keeps: all that ten kinds of heads and strides need."""
 STREAMS = {False: 3, True: 2}
 """CUDA streams for the packed calls of a forward (False) and a backward (True): the end of one call, when it no longer
 fills the GPU, overlaps the next. Every stream of a backward needs scratch memory of its own."""
@@ -199,11 +204,11 @@ class GraphKey:
     dim: int
     dtype: torch.dtype
     scale: float
-    strides: tuple[int, int, int]
+    strides: RowStrides
     deterministic: bool = False
 
     @classmethod
-    def of(cls, call: CallShape, shape: AttentionShape, strides: tuple[int, int, int]) -> GraphKey:
+    def of(cls, call: CallShape, shape: AttentionShape, strides: RowStrides) -> GraphKey:
         """Return the key of a call on tensors of this shape."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         return cls(call, shape.heads, shape.kv_heads, shape.dim, shape.dtype, shape.scale, strides, deterministic)
@@ -313,10 +318,13 @@ class Graph:
 
 
 class GraphCache:
-    """Graphs by key, shared by all threads; handles by thread and stream (a handle belongs to one of each)."""
+    """Graphs by key, shared by all threads; handles by thread and stream (a handle belongs to one of each).
+
+    It has `MAX_GRAPHS` at most: a new one drops the one that was asked for longest ago.
+    """
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[GraphKey, bool], Graph] = {}
+        self._graphs: OrderedDict[tuple[GraphKey, bool], Graph] = OrderedDict()
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -325,13 +333,14 @@ class GraphCache:
 
     def graph(self, key: GraphKey, *, backward: bool) -> Graph:
         """Return the graph of a key, building it the first time."""
-        found = self._graphs.get((key, backward))
-        if found is None:
-            with self._lock:
-                found = self._graphs.get((key, backward))
-                if found is None:
-                    found = Graph(key, backward=backward, handle=self.handle(torch.cuda.current_stream()))
-                    self._graphs[key, backward] = found
+        with self._lock:
+            found = self._graphs.get((key, backward))
+            if found is None:
+                found = Graph(key, backward=backward, handle=self.handle(torch.cuda.current_stream()))
+                self._graphs[key, backward] = found
+                if len(self._graphs) > MAX_GRAPHS:
+                    self._graphs.popitem(last=False)
+            self._graphs.move_to_end((key, backward))
         return found
 
     def handle(self, stream: torch.cuda.Stream) -> Any:
@@ -356,20 +365,33 @@ class GraphWarmUp:
     """
 
     def __init__(self, keys: Sequence[GraphKey], device: torch.device) -> None:
-        """Reserve what the largest graph reads and writes; scratch memory comes on top, as in any run."""
-        documents = 1 + max(key.call.batch for key in keys)
-        self._tensors = torch.zeros(max(key.largest_tensor_bytes for key in keys), dtype=torch.uint8, device=device)
-        self._zeros = torch.zeros(documents, dtype=torch.int64, device=device)
+        """Take the graphs; the first run reserves what the largest reads and writes, scratch memory comes on top."""
+        self._keys, self._device = keys, device
 
-    def run(self, graphs: GraphCache, key: GraphKey, *, backward: bool) -> None:
-        """Build a graph and launch it on the current stream, without waiting for it."""
+    def run(self, graphs: GraphCache, key: GraphKey) -> None:
+        """Build both passes of a key and launch them on the current stream, without waiting for them."""
+        with torch.cuda.device(self._device):
+            for backward in (False, True):
+                self._run(graphs, key, backward=backward)
+
+    @cached_property
+    def _tensors(self) -> torch.Tensor:
+        size = max(key.largest_tensor_bytes for key in self._keys)
+        return torch.zeros(size, dtype=torch.uint8, device=self._device)
+
+    @cached_property
+    def _zeros(self) -> torch.Tensor:
+        documents = 1 + max(key.call.batch for key in self._keys)
+        return torch.zeros(documents, dtype=torch.int64, device=self._device)
+
+    def _run(self, graphs: GraphCache, key: GraphKey, *, backward: bool) -> None:
         graph = graphs.graph(key, backward=backward)
         pointers = {uid: self._tensors.data_ptr() for uid in (BACKWARD_TENSORS if backward else FORWARD_TENSORS)}
         if key.call.packed:
             index = (*(ROW_OFFSETS + uid for uid in pointers), LENGTH_Q, LENGTH_K)
             pointers |= {uid: self._zeros.data_ptr() for uid in index}
-        scratch = torch.empty(graph.workspace, dtype=torch.uint8, device=self._tensors.device)
-        graph.run(pointers, scratch.data_ptr(), graphs.handle(torch.cuda.current_stream(self._tensors.device)))
+        scratch = torch.empty(graph.workspace, dtype=torch.uint8, device=self._device)
+        graph.run(pointers, scratch.data_ptr(), graphs.handle(torch.cuda.current_stream(self._device)))
 
 
 # -- rows: where the documents of a call lie --------------------------------------------------------------------------
@@ -490,21 +512,13 @@ class Cudnn:
         k_uncovered = UncoveredRows.of(segments.k_start, segments.k_stop, shape.device)
         return PreparedCudnn(self, shape, calls, q_uncovered, k_uncovered)
 
-    def warm_up(
-        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
-    ) -> int:
-        """Build and run every graph that documents of up to `longest` tokens can need, see `SupportsWarmUp`."""
-        contiguous = (shape.heads * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim)
-        keys = [GraphKey.of(call, shape, contiguous) for call in all_shapes(longest, tokens)]
-        with torch.cuda.device(shape.device):
-            memory = GraphWarmUp(keys, shape.device)
-            for done, key in enumerate(keys, 1):
-                for backward in (False, True):
-                    memory.run(self.graphs, key, backward=backward)
-                if report is not None:
-                    report(done, len(keys))
-            torch.cuda.synchronize()
-        return len(keys)
+    def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
+        """Build and run every graph that documents of up to `longest` tokens can need, see `SupportsBuilds`."""
+        strides = dict.fromkeys((shape.contiguous_strides, *use.strides))
+        calls = all_shapes(use.longest, use.tokens)
+        keys = [GraphKey.of(call, shape, each) for each in strides for call in calls]
+        memory = GraphWarmUp(keys, shape.device)
+        return [KernelBuild(partial(memory.run, self.graphs, key), cached=False) for key in keys]
 
     def side_streams(self, device: torch.device) -> list[torch.cuda.Stream]:
         """Return the side streams of a device, created once."""

@@ -38,10 +38,11 @@ from seqloom.attention.kernels.interface import (
     Gradients,
     InPlaceAttention,
     Kernel,
+    KernelBuild,
+    KernelUse,
     PreparedAttention,
     Saved,
-    SupportsWarmUp,
-    WarmUpReport,
+    SupportsBuilds,
     device_rows,
     dtype_name,
 )
@@ -125,7 +126,15 @@ def default_dispatcher(device: torch.device | str, table: Path | None = None) ->
 
     `table` is a file of measured times; None: the one that `seqloom profile` writes, and those of the package.
     """
-    return _default_dispatcher(torch.device(device), table)
+    return _default_dispatcher(indexed_device(device), table)
+
+
+def indexed_device(device: torch.device | str) -> torch.device:
+    """Return the device with its index: "cuda" and "cuda:0" are one where GPU 0 is the current one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 @lru_cache
@@ -219,12 +228,10 @@ class Dispatcher:
         shares = [[(choice.kernel, choice.segments) for choice in choices] for choices in (forward, backward)]
         return PreparedSplit.of(shares[0], shares[1], shape)
 
-    def warm_up(
-        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
-    ) -> int:
-        """Warm up all kernels that support the shape, one after the other; see `SupportsWarmUp`."""
-        warmable = [kernel for kernel in self._able(shape) if isinstance(kernel, SupportsWarmUp)]
-        return sum(kernel.warm_up(shape, longest, tokens=tokens, report=report) for kernel in warmable)
+    def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
+        """Return the builds of all kernels that support the shape; see `SupportsBuilds`."""
+        able = [kernel for kernel in self._able(shape) if isinstance(kernel, SupportsBuilds)]
+        return [build for kernel in able for build in kernel.builds(shape, use)]
 
     def explain(self, segments: Segments, shape: AttentionShape) -> list[dict[str, Any]]:
         """Return which kernel gets what and why: one row per pass and kernel, for people and for JSON."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,6 +33,17 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     scale: float
+
+    @property
+    def contiguous_strides(self) -> RowStrides:
+        """Row strides of contiguous tensors."""
+        return self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim
+
+    def zeros(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros like q and like k or v."""
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        q, k = ((rows, heads, self.dim) for heads in (self.heads, self.kv_heads))
+        return torch.zeros(q, **options), torch.zeros(k, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +175,46 @@ class InPlaceAttention(Protocol):
         ...
 
 
-WarmUpReport = Callable[[int, int], None]
-"""Called as report(done, total)."""
+RowStrides = tuple[int, int, int]
+"""Elements from one row to the next of q, k and v."""
+
+
+class KernelUse(NamedTuple):
+    """What a run will ask of a kernel.
+
+    Attributes:
+        longest: tokens of a document.
+        tokens: of a call, at most; None: any number.
+        window: of the attention; None: none.
+        strides: of the tensors; contiguous ones come always.
+        tiles: also unmasked segments, as a ring has, whose results are merged.
+    """
+
+    longest: int
+    tokens: int | None = None
+    window: int | None = None
+    strides: tuple[RowStrides, ...] = ()
+    tiles: bool = False
+
+
+class KernelBuild(NamedTuple):
+    """One thing that a kernel compiles or builds for its first use.
+
+    Attributes:
+        run: builds it, by running it on dummy tensors.
+        cached: a cache on disk has the result, so that of several processes one compiles and others load.
+    """
+
+    run: Callable[[], object]
+    cached: bool
 
 
 @runtime_checkable
-class SupportsWarmUp(Protocol):
-    """A kernel that builds or compiles something for every new input shape, and can do so before the first step."""
+class SupportsBuilds(Protocol):
+    """A kernel that compiles or builds something for a new shape, and can do so before the first step."""
 
-    def warm_up(
-        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
-    ) -> int:
-        """Build all that documents of up to `longest` tokens, `tokens` in all, can need; return how many shapes."""
+    def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
+        """Return all that such a use can need; the same list in every process."""
         ...
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -25,8 +25,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved, WarmUpReport
+from seqloom.attention.kernels.interface import (
+    AttentionShape,
+    Capabilities,
+    Gradients,
+    KernelBuild,
+    KernelUse,
+    Saved,
+)
 from seqloom.attention.masks import Segments
+from seqloom.attention.merge import MAX_PARTS, PartialGradient, PartialOutput, merge_ops, sum_dtype
 from seqloom.errors import SeqloomError
 
 Kind = Literal["forward", "dq", "dkdv"]
@@ -57,12 +65,22 @@ class Config:
 
 Pick = Callable[[Kind, int, torch.dtype, int], Config]
 
+_FLOAT32 = {
+    16: Config(64, 64, warps=4, stages=2),
+    32: Config(64, 64, warps=4, stages=2),
+    64: Config(128, 32, warps=8, stages=2),
+    128: Config(64, 32, warps=8, stages=1),
+    256: Config(32, 16, warps=4, stages=1),
+}
+"""By padded width, small enough for the shared memory of an A100: a product splits both factors, which doubles them."""
+
 
 def default_config(kind: Kind, dim: int, dtype: torch.dtype, length: int) -> Config:
     """Choose a Config: the one table to tune. `length` counts rows of a segment, on the side that the tiles cut."""
+    if dtype == torch.float32:
+        config = _FLOAT32[padded_width(dim)]
+        return replace(config, join=length <= config.rows // 2)
     width = dim * dtype.itemsize  # bytes of a row: what shared memory must hold
-    if width > 512:
-        return Config(32, 16, warps=4, stages=1, join=length <= 16)
     if width > 256:
         return Config(64, 32, warps=8, stages=2, join=length <= 32)
     if length <= 64:
@@ -276,23 +294,42 @@ class TritonSegments:
             launches,
         )
 
-    def warm_up(
-        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
-    ) -> int:
-        """Compile what causal documents of up to `longest` tokens need, by running a short one of every kind."""
+    def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
+        """Compile every kernel that documents of these lengths need, by running a short one of each kind."""
         kinds: list[Kind] = ["forward", "dq", "dkdv"]
-        longest = longest if tokens is None else min(longest, tokens)
+        longest = use.longest if use.tokens is None else min(use.longest, use.tokens)
         lengths = [1 << k for k in range(longest.bit_length())]
         by_config = {tuple(self.pick(kind, shape.dim, shape.dtype, n) for kind in kinds): n for n in reversed(lengths)}
-        for done, length in enumerate(by_config.values(), 1):
-            prepared = self.prepare(Segments.packed([length]), shape)
-            q = torch.zeros(length, shape.heads, shape.dim, dtype=shape.dtype, device=shape.device)
-            k = torch.zeros(length, shape.kv_heads, shape.dim, dtype=shape.dtype, device=shape.device)
-            out, lse = prepared.forward(q, k, k)
-            prepared.backward(q, Saved(q, k, k, out, lse))
-            if report is not None:
-                report(done, len(by_config))
-        return len(by_config)
+        runs: list[Callable[[], object]] = []
+        for length in by_config.values():
+            masks = [Segments.packed([length])]
+            masks += [Segments.packed([length], window=min(use.window, length))] if use.window is not None else []
+            masks += [Segments.packed([length], causal=False)] if use.tiles else []
+            for segments in masks:
+                runs += [partial(self._run_once, segments, shape, backward=backward) for backward in (False, True)]
+        if use.tiles:
+            runs += [partial(_merge_once, shape, parts) for parts in range(2, MAX_PARTS + 1)]
+        return [KernelBuild(run, cached=True) for run in runs]
+
+    def _run_once(self, segments: Segments, shape: AttentionShape, *, backward: bool) -> None:
+        prepared, (q, k) = self.prepare(segments, shape), shape.zeros(int(segments.q_stop.max()))
+        if backward:
+            lse = torch.zeros(shape.heads, len(q), dtype=torch.float32, device=shape.device)
+            prepared.backward(q, Saved(q, k, k, q, lse))
+        else:
+            prepared.forward(q, k, k)
+
+
+def _merge_once(shape: AttentionShape, parts: int) -> None:
+    """Merge so many outputs and gradients of queries, and add gradients of keys, as a ring does."""
+    ops, (q, k), wide = merge_ops(shape.device, shape.dtype), shape.zeros(1), sum_dtype(shape.dtype)
+    lse = torch.zeros(shape.heads, 1, dtype=wide, device=shape.device)
+    for dtype in dict.fromkeys((shape.dtype, wide)):  # wide: four are merged, and more will come
+        ops.merge_outputs([PartialOutput(q, lse, 0)] * parts, 1, dtype)
+        ops.add_gradients([PartialGradient(q, 0)] * parts, 1, dtype)
+    total = torch.cat((k, k), dim=1).to(wide)[:, : shape.kv_heads]
+    for fresh in (True, False):
+        ops.accumulate(total, k, fresh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,11 +357,12 @@ def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind
     options: dict[str, int | bool | str] = {
         "GROUP": group,
         "DIM": shape.dim,
-        "WIDTH": max(16, 1 << (shape.dim - 1).bit_length()),
+        "WIDTH": padded_width(shape.dim),
         "ROWS": config.rows,
         "COLUMNS": config.columns,
         "JOIN": config.join,
-        "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
+        # float32 as three products of its halves on tensor cores: exact to 2^-22, and a tenth of the code of "ieee"
+        "PRECISION": "tf32x3" if shape.dtype == torch.float32 else "tf32",
         "num_warps": config.warps,
         "num_stages": config.stages,
         **{name: value or config.join for name, value in flags.items()},
@@ -426,6 +464,11 @@ class PreparedTriton:
         """Return a buffer for results; rows in no segment are 0."""
         make: Callable[..., torch.Tensor] = torch.empty if len(like) == covered else torch.zeros
         return make(like.shape, dtype=self.shape.dtype, device=like.device)
+
+
+def padded_width(dim: int) -> int:
+    """Return the width of a head's rows in a block: the next power of two."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
