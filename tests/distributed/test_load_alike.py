@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from seqloom.dist import JobRank
 from seqloom.errors import SeqloomError
 from seqloom.train import launch
 from seqloom.train.config import Config
@@ -15,13 +16,17 @@ RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
 SMALL = ("data.source=toy:24", "data.max_length=96", "plan.capacity=128")
 
 
+def on_one_node(transport):
+    return JobRank(transport.rank, transport.ranks, transport.rank, transport.ranks)
+
+
 def loaded(transport, changes, version=None):
     """The choices of a rank, or what it says; `changes` are those of the last rank."""
     last = transport.rank == transport.ranks - 1
     launch.__version__ = version if last and version is not None else __version__
     try:
         config = Config.load(RECIPE, [*SMALL, *(changes if last else ())])
-        return launch.load_alike(config, transport.rank, transport.ranks).choices
+        return launch.load_alike(config, on_one_node(transport)).choices
     except SeqloomError as error:
         return str(error)
     finally:
@@ -57,6 +62,29 @@ def test_what_rank_0_refuses_all_refuse(gloo_pool):
 
 def refused(transport):
     try:
-        launch.load_alike(Config.load(RECIPE, [*SMALL, "plan.cluster=1x3xCPU"]), transport.rank, transport.ranks)
+        launch.load_alike(Config.load(RECIPE, [*SMALL, "plan.cluster=1x3xCPU"]), on_one_node(transport))
     except SeqloomError as error:
         return str(error)
+
+
+def on_nodes(transport, sizes, changes=()):
+    """The cluster that a rank plans for, when nodes of these sizes have been launched, or what it says."""
+    node = [(local, size) for size in sizes for local in range(size)][transport.rank]
+    job_rank = JobRank(transport.rank, transport.ranks, *node)
+    try:
+        return launch.load_alike(Config.load(RECIPE, [*SMALL, *changes]), job_rank).cost.cluster.spelling
+    except SeqloomError as error:
+        return str(error)
+
+
+def test_the_nodes_of_the_launcher_are_those_of_the_plans(gloo_pool):
+    assert gloo_pool.run(on_nodes, (4, 4)) == ["2x4xCPU"] * 8
+    assert gloo_pool.run(on_nodes, (4, 4), ("plan.cluster=1x8xCPU",)) == ["8xCPU"] * 8, "a name wins"
+    assert gloo_pool.run(on_nodes, (3, 5), ("plan.cluster=1x8xCPU",)) == ["8xCPU"] * 8
+
+
+def test_nodes_of_different_size_have_to_be_named(gloo_pool):
+    found = gloo_pool.run(on_nodes, (3, 5))
+    assert len(set(found)) == 1 and found[0].startswith(
+        "nodes with different numbers of ranks (3 and 5): start equally"
+    )

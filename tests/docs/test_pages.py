@@ -39,6 +39,6 @@ def test_every_file_that_a_page_names_exists(page: Path):
     text = page.read_text()
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
-    files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|toml|svg))`", text)
+    files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|toml|svg|sh|sbatch|yaml))`", text)
     missing = {name for name in files if not any((root / name).exists() for root in ROOTS)}
     assert missing == set()

@@ -89,6 +89,10 @@ class Hosts:
         """The function that `Workers(..., enter=hosts.enter_namespace)` calls on every rank."""
         return EnterNamespace(tuple(space.path for space in self._ranks))
 
+    def address(self, rank: int) -> str:
+        """Return the address of a rank of the world."""
+        return f"10.{rank // self.ranks}.{rank % self.ranks}.2"
+
     def near(self, rank: int) -> int:
         """Return the nic of its node that a rank of the world is near."""
         return rank % self.ranks * self.nics // self.ranks

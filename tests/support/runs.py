@@ -28,6 +28,12 @@ from seqloom.train.setup import RunSetup
 from seqloom.train.trainer import Trainer
 from support.tiny_specs import TINY
 
+SMALL = (
+    *("run.steps=3", "schedule.warmup=1", "evaluation.every=0", "checkpoint.every=0", "model.dtype=float64"),
+    *("data.source=toy:24", "data.sequences=4", "data.max_length=96", "plan.planner=flex", "plan.capacity=128"),
+)
+"""Settings that make recipes/tiny-cpu.toml a run of seconds."""
+
 PlanStep = Callable[[RunSetup, int, np.ndarray], Plan]
 """plan(setup, step, lengths int64[n]): the plan of a step."""
 
@@ -73,6 +79,11 @@ def train_in_process(
     with TrainerHere(plan, setup, transport) as trainer:
         trainer.train()
     return setup, list(read_steps(config.metrics))
+
+
+def small_run(output: Path, *changes: str) -> list[str]:
+    """Return the words that make a small run of recipes/tiny-cpu.toml, into a folder."""
+    return [word for each in (*SMALL, f"run.output={output}", *changes) for word in ("--set", each)]
 
 
 def write_run(folder: Path, config: str, lengths: Iterable[int]) -> None:

@@ -242,12 +242,12 @@ class MachineSetup(NamedTuple):
     dtype: str  # that layers compute in
     verbose: bool  # say on stderr what is being measured
 
-    def cost(self, ranks: int) -> CostModel:
-        """Build the cost model whose constants are measured, for so many ranks."""
+    def cost(self, ranks: int, nodes: str | None = None) -> CostModel:
+        """Build the cost model whose constants are measured, for so many ranks; `nodes`: where they were started."""
         from seqloom.api import cost_model
         from seqloom.describe import Cluster
 
-        cluster = Cluster.parse(self.cluster or f"1x{ranks}xCPU")
+        cluster = Cluster.parse(self.cluster or nodes or f"1x{ranks}xCPU")
         if cluster.ranks != ranks:
             raise SeqloomError(
                 f"--cluster {self.cluster} has {cluster.ranks} ranks, the measurement {ranks}; start {cluster.ranks} "
@@ -286,9 +286,10 @@ def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict
     from seqloom.dist import Communicators, TorchTransport
     from seqloom.plan import GroupFamily
     from seqloom.profiling.calibration import Calibrator, describe_trial
+    from seqloom.train.launch import gather_job_ranks, spell_nodes
 
-    rank, ranks, device, _ = process
-    cost = setup.cost(ranks)
+    (rank, ranks, *_), device, _ = process
+    cost = setup.cost(ranks, None if setup.cluster else spell_nodes(gather_job_ranks(process.job_rank)))
     communicators = Communicators(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
     calibrator = Calibrator(cost, TorchTransport(communicators), device, getattr(torch, setup.dtype))

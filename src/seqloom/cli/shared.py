@@ -106,7 +106,7 @@ def split_names(text: str, what: str, example: str) -> list[str]:
 
 
 def launched(ranks: int | None) -> bool:
-    """Whether torchrun or srun has started this process; then refuse a number of ranks to start."""
+    """Whether a launcher has started this process; then refuse a number of ranks to start."""
     from seqloom.dist import launched_rank
 
     started = launched_rank() is not None

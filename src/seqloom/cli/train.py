@@ -38,8 +38,8 @@ def train(
 ) -> None:
     """Train with a fresh plan for every step.
 
-    Starts processes on this machine itself, or is one of those that torchrun or srun has started. Goes on from the
-    latest checkpoint of the output folder.
+    Starts processes on this machine itself, or is one of those that torchrun or srun has started, on one node or
+    several (recipes/launch). Goes on from the latest checkpoint of the output folder.
 
     \b
     Example:

@@ -7,7 +7,7 @@ weights between layouts, `routed` sends messages between nodes over all NICs. `p
 job.
 """
 
-from seqloom.dist.process_group import JobRank, init_process_group, launched_rank
+from seqloom.dist.process_group import JobRank, init_process_group, joined_rank, launched_rank
 from seqloom.dist.rank_tokens import Context, bind, bind_single_rank, pieces_of_plan, run_in_mlp_layout
 from seqloom.dist.resharding import Resharder
 from seqloom.dist.tensor_parallel import all_gather_rows, attention_context, reduce_scatter_rows
@@ -31,6 +31,7 @@ __all__ = [
     "bind",
     "bind_single_rank",
     "init_process_group",
+    "joined_rank",
     "launched_rank",
     "pieces_of_plan",
     "reduce_scatter_rows",

@@ -1,8 +1,9 @@
 """Joins this process to its job: which rank it is, which device it has, then torch's process group.
 
 The device comes first: NCCL binds a communicator to the current one, and ranks of a node that all sit on GPU 0 cannot
-talk to each other. A launcher says in the environment which rank a process is: torchrun (`RANK`, `LOCAL_RANK`, ..) or
-Slurm's srun (`SLURM_PROCID`, `SLURM_LOCALID`, ..).
+talk to each other. A launcher says in the environment which rank a process is: torchrun and Ray Train (`RANK`,
+`LOCAL_RANK`, ..), Kubeflow's PyTorchJob (`RANK`, `PET_NNODES`, ..) or Slurm's srun (`SLURM_PROCID`, `SLURM_LOCALID`,
+..). Ray Train also makes the process group: `joined_rank` takes it as it is.
 
 Several ranks may share one GPU where speed means nothing (tests, small machines): see `share_gpu`.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -43,9 +44,11 @@ class JobRank(NamedTuple):
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> JobRank | None:
-    """Return which rank torchrun or srun has made this process; None: neither has started it."""
+    """Return which rank a launcher has made this process; None: none has started it."""
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        if "PET_NNODES" in environment and "LOCAL_RANK" not in environment:
+            return pytorchjob_rank(rank, ranks, environment["PET_NNODES"])
         local_ranks = int(environment.get("LOCAL_WORLD_SIZE", ranks))
         return JobRank(rank, ranks, int(environment.get("LOCAL_RANK", rank % max(local_ranks, 1))), local_ranks)
     if {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"} <= environment.keys():
@@ -55,6 +58,34 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> JobRank | None
         tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", str(ranks))
         return JobRank(rank, ranks, local_rank, tasks_of_node(tasks, int(environment.get("SLURM_NODEID", "0"))))
     return None
+
+
+def pytorchjob_rank(rank: int, ranks: int, nodes: str) -> JobRank:
+    """Return the rank of a PyTorchJob's container that starts no torchrun: it is a node with one process."""
+    if nodes != str(ranks):
+        raise SeqloomError(
+            f"WORLD_SIZE = {ranks} with PET_NNODES = {nodes}, and no torchrun has started this process: a container "
+            "is then one rank; let it run `torchrun -m seqloom ..`, or set nprocPerNode of the PyTorchJob to 1"
+        )
+    return JobRank(rank, ranks, 0, 1)
+
+
+def node_size(job_ranks: Sequence[JobRank]) -> int:
+    """Return how many ranks every node has, given those of the whole job in order."""
+    sizes = list(dict.fromkeys(each.local_ranks for each in job_ranks))
+    if len(sizes) > 1:
+        raise SeqloomError(
+            f"nodes with different numbers of ranks ({' and '.join(map(str, sizes))}): start equally many on every "
+            "node, or name the cluster to plan for in plan.cluster"
+        )
+    for each in job_ranks:
+        if each.local_rank != each.rank % sizes[0]:
+            raise SeqloomError(
+                f"rank {each.rank} is number {each.local_rank} of its node, so the {sizes[0]} ranks of a node do not "
+                "follow each other; number them node by node (srun --distribution=block), or name the cluster to plan "
+                "for in plan.cluster"
+            )
+    return sizes[0]
 
 
 def init_process_group(
@@ -83,6 +114,25 @@ def init_process_group(
         device_id=device if on_gpu else None,
     )
     return device
+
+
+def joined_rank() -> tuple[JobRank, torch.device]:
+    """Return rank and device of this process in the process group that another library has made of it."""
+    job_rank = launched_rank()
+    found = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if found is None or job_rank is None or found != (job_rank.rank, job_rank.ranks):
+        raise SeqloomError(
+            f"torch.distributed has rank and world size {found}, the environment {job_rank and job_rank[:2]}; both "
+            "have to be set, and be equal, before Seqloom joins: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
+            "MASTER_ADDR, and torch.distributed.init_process_group"
+        )
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    backends, wanted = dist.get_backend_config(), "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
+    if not all(each in backends for each in wanted.split(",")):
+        raise SeqloomError(
+            f"the process group has backends {backends}; Seqloom needs {wanted}: make it with backend={wanted!r}"
+        )
+    return job_rank, device
 
 
 def take_device(job_rank: JobRank, *, share_gpu: bool = False) -> torch.device:

@@ -1,8 +1,9 @@
 """Starting the ranks of a run or a measurement, and ending all of them when one dies.
 
-Ranks are processes that `run_on_processes` starts on this machine, or those that a launcher has started
-(`run_as_launched_rank`). Every training rank runs under a `Watchdog`: it knows the current phase, and when another rank
-dies or nothing moves, it reports the phase and ends the process, so that no rank waits for ever.
+Ranks are processes that `run_on_processes` starts on this machine, those that a launcher has started
+(`run_as_launched_rank`), or those of another library that has connected them (`train_in_process_group`). Every training
+rank runs under a `Watchdog`: it knows the current phase, and when another rank dies or nothing moves, it reports the
+phase and ends the process, so that no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -31,8 +33,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from seqloom.dist import Channel, Communicators, JobRank, TorchTransport, init_process_group, launched_rank
-from seqloom.dist.process_group import SHARED_HOST, check_gpus
+from seqloom.dist import (
+    Channel,
+    Communicators,
+    JobRank,
+    TorchTransport,
+    init_process_group,
+    joined_rank,
+    launched_rank,
+)
+from seqloom.dist.process_group import SHARED_HOST, check_gpus, node_size
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
@@ -55,8 +65,7 @@ EXIT_FAILED = 2
 class RankProcess(NamedTuple):
     """One of the processes that run a body together."""
 
-    rank: int
-    ranks: int
+    job_rank: JobRank
     device: torch.device
     report: Callable[[str], None]
     """Says why this rank cannot continue; callable from any thread, also just before the process ends."""
@@ -72,10 +81,24 @@ Body = Callable[..., Any]
 def train_as_launched_rank(
     config: Config, *, model_family: ModelFamily = REFERENCE, share_gpu: bool = False, show: bool = True
 ) -> dict[str, Any]:
-    """Train as the rank that torchrun or srun made this process; return the summary on rank 0, {} on others."""
+    """Train as the rank that a launcher made this process; return the summary on rank 0, {} on others."""
     _check_compilers_if_needed(config)
     arguments = (_train, config, model_family, show)
     return run_as_launched_rank(*arguments, share_gpu=share_gpu, timeout=_torch_timeout(config))
+
+
+def train_in_process_group(
+    config: Config, *, model_family: ModelFamily = REFERENCE, show: bool = True
+) -> dict[str, Any]:
+    """Train as a rank of the process group that the caller has made; return the summary on rank 0, {} on others.
+
+    For libraries that start processes themselves, such as Ray Train. They have set the environment as torchrun does,
+    the GPU, and a process group with gloo and, on GPUs, NCCL; all of it stays theirs. Any thread may call this. Errors
+    are raised, so that the library can end the other ranks; only a rank in which nothing moves ends its process.
+    """
+    _check_compilers_if_needed(config)
+    job_rank, device = joined_rank()
+    return _train(RankProcess(job_rank, device, _stderr_report(job_rank)), config, model_family, show)
 
 
 def train_on_processes(
@@ -100,16 +123,18 @@ def train_on_processes(
 
 def _train(process: RankProcess, config: Config, model_family: ModelFamily, show: bool) -> dict[str, Any]:
     """Connect to the other ranks and train, watched."""
-    rank, ranks, device, report = process
+    job_rank, device, report = process
+    rank, ranks = job_rank.rank, job_rank.ranks
     with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
         stream = sys.stderr if show and rank == 0 else None
         start = StartUp(stream)
         start.enter("reading config and corpus")
-        setup = load_alike(config, rank, ranks)
+        setup = load_alike(config, job_rank)
         start.enter("connecting")
         communicators = Communicators(GroupFamily(ranks, setup.cost.node_size), channels_of(setup))
         communicators.warm_up()
-        notes = [text for text in (allocator_advice(device.type), shared_gpu_note(ranks), communicators.note) if text]
+        advice = allocator_advice(device.type), node_note(job_rank, setup), shared_gpu_note(ranks), communicators.note
+        notes = [text for text in advice if text]
         parts = {"model_family": model_family, "device": device, "watchdog": watchdog, "start": start}
         with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
             summary = trainer.train(stream, notes=notes)
@@ -117,13 +142,15 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
     return summary
 
 
-def load_alike(config: Config, rank: int, ranks: int) -> RunSetup:
+def load_alike(config: Config, job_rank: JobRank) -> RunSetup:
     """Load the setup of a run with the choices of rank 0; refuse ranks that differ, all together. All ranks call it."""
+    rank, ranks = job_rank.rank, job_rank.ranks
+    job_ranks = gather_job_ranks(job_rank)
     told: list[Any] = [None]
     setup = None
     if rank == 0:
         try:
-            setup = RunSetup.load(config, ranks)
+            setup = RunSetup.load(with_launched_nodes(config, job_ranks), ranks)
             strategies = strategies_to_json(setup.choices.strategies) if setup.choices.strategies else None
             told = [(setup.choices.stages, strategies, _identity(setup))]
         except SeqloomError as error:  # all ranks refuse together and none waits
@@ -134,7 +161,7 @@ def load_alike(config: Config, rank: int, ranks: int) -> RunSetup:
     stages, strategies, first = told[0]
     if setup is None:
         choices = RunChoices(stages, strategies_from_json(strategies) if strategies else ())
-        setup = RunSetup.load(config, ranks, choices)
+        setup = RunSetup.load(with_launched_nodes(config, job_ranks), ranks, choices)
     mine, differences = _identity(setup), [None] * ranks
     other = next((name for name in first if mine.get(name) != first[name]), None)
     dist.all_gather_object(differences, None if other is None else f"{other} = {mine.get(other)}, not {first[other]}")
@@ -147,6 +174,26 @@ def load_alike(config: Config, rank: int, ranks: int) -> RunSetup:
     return setup
 
 
+def gather_job_ranks(job_rank: JobRank) -> list[JobRank]:
+    """Return all ranks of the job. All of them call it."""
+    job_ranks = [job_rank] * job_rank.ranks
+    dist.all_gather_object(job_ranks, job_rank)
+    return job_ranks
+
+
+def spell_nodes(job_ranks: Sequence[JobRank]) -> str:
+    """Spell the cluster of CPUs that ranks were started on, such as 2x4xCPU."""
+    size = node_size(job_ranks)
+    return f"{len(job_ranks) // size}x{size}xCPU"
+
+
+def with_launched_nodes(config: Config, job_ranks: Sequence[JobRank]) -> Config:
+    """Put the nodes that ranks were started on in the place of plan.cluster = "auto"."""
+    if config.plan.cluster != "auto":
+        return config
+    return replace(config, plan=replace(config.plan, cluster=spell_nodes(job_ranks)))
+
+
 def _identity(setup: RunSetup) -> dict[str, str]:
     """What a rank brings along, by name."""
     return {"Seqloom's version": __version__, "torch's version": torch.__version__} | setup.fingerprint()
@@ -156,6 +203,14 @@ def channels_of(setup: RunSetup) -> set[Channel]:
     """Return the channels that the plans of a run use."""
     stages = {*Channel} - {Channel.LAYERS, Channel.PARAMETERS} if setup.planners.multi_stage else set[Channel]()
     return stages | ({Channel.PARAMETERS} if setup.cost.sharding == Sharding.FREE else set())
+
+
+def node_note(job_rank: JobRank, setup: RunSetup) -> str | None:
+    """Say that plans take other nodes than those that ranks were started on; None: the same."""
+    if job_rank.local_ranks == setup.cost.node_size:
+        return None
+    named = f"plan.cluster = {setup.config.plan.cluster!r} has {setup.cost.node_size} ranks in a node"
+    return f"{named}, {job_rank.local_ranks} were started in this one"
 
 
 def shared_gpu_note(ranks: int) -> str | None:
@@ -174,18 +229,18 @@ def _torch_timeout(config: Config) -> timedelta:
 
 
 def run_as_launched_rank(body: Body, *arguments: Any, share_gpu: bool = False, timeout: timedelta | None = None) -> Any:
-    """Run a body as the rank that torchrun or srun made this process, and return its result.
+    """Run a body as the rank that a launcher made this process, and return its result.
 
     A rank that cannot continue prints the reason to stderr and ends the process.
     """
     job_rank = launched_rank()
     assert job_rank is not None
-
-    def report(text: str) -> None:
-        print(f"seqloom: rank {job_rank.rank}: {text}", file=sys.stderr, flush=True)
-
     connect = partial(init_process_group, job_rank, share_gpu=share_gpu, timeout=timeout)
-    return _run_body(body, arguments, job_rank, connect, report)
+    return _run_body(body, arguments, job_rank, connect, _stderr_report(job_rank))
+
+
+def _stderr_report(job_rank: JobRank) -> Callable[[str], None]:
+    return lambda text: print(f"seqloom: rank {job_rank.rank}: {text}", file=sys.stderr, flush=True)
 
 
 def run_on_processes(
@@ -255,7 +310,7 @@ def _run_body(
     """Run a body; or report why not, and end the process without waiting for other ranks, which wait for this one."""
     try:
         device = connect()
-        result = body(RankProcess(job_rank.rank, job_rank.ranks, device, report), *arguments)
+        result = body(RankProcess(job_rank, device, report), *arguments)
     except SeqloomError as error:
         report(str(error))
     except Exception:
@@ -283,12 +338,13 @@ _LOST_RANK = re.compile(r"closed by peer|reset by peer|broken pipe|connection re
 
 
 class Watchdog:
-    """Ends a rank that cannot continue, with a report of what it was doing. Used in a `with`, on the main thread.
+    """Ends a rank that cannot continue, with a report of what it was doing. Used in a `with`.
 
     A rank stops in three ways: a message fails because the other side is gone, the launcher that saw a process die
     sends SIGTERM, or nothing moves for longer than ranks may wait for each other. In the last two the main thread may
     be deep in a call that never returns, so a thread of the watchdog reports and ends the process. An error leaves the
-    `with` with the phase in its message.
+    `with` with the phase in its message. Outside of the main thread, where Python allows no signal handlers, SIGTERM
+    stays with the process that this rank is a part of.
     """
 
     def __init__(self, ranks: int, timeout_s: float, checkpoints: Path, report: Callable[[str], None]) -> None:
@@ -309,21 +365,25 @@ class Watchdog:
     def __enter__(self) -> Self:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._handler = signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.set_wakeup_fd(self._writer.fileno())  # written at once, also when the main thread is in a call
+        self._handles_signals = threading.current_thread() is threading.main_thread()
+        if self._handles_signals:
+            self._handler = signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.set_wakeup_fd(self._writer.fileno())  # written at once, also when the main thread is in a call
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Stop the thread. After an error SIGTERM stays without effect, since the process still has to report it."""
-        signal.set_wakeup_fd(-1)
+        if self._handles_signals:
+            signal.set_wakeup_fd(-1)
         self._writer.send(b"\0")
         self._thread.join()
         self._reader.close()
         self._writer.close()
         if error is None:
-            signal.signal(signal.SIGTERM, self._handler)
+            if self._handles_signals:
+                signal.signal(signal.SIGTERM, self._handler)
         elif isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error))
         ):

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from seqloom.dist import JobRank, launched_rank
+from seqloom.dist import JobRank, joined_rank, launched_rank
 from seqloom.dist.process_group import (
     SHARED_GPU_ENVIRONMENT,
     SLURM_PORTS,
     check_gpus,
+    node_size,
     slurm_address,
     take_device,
     tasks_of_node,
@@ -35,6 +37,23 @@ def test_launchers_say_which_rank_a_process_is():
     assert launched_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is no rank"
 
 
+def test_a_container_of_a_pytorchjob_is_a_node():
+    operator = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "PET_NNODES": "3", "PET_NODE_RANK": "2"}
+    assert launched_rank(operator) == JobRank(2, 3, 0, 1)
+    assert launched_rank(operator | TORCHRUN) == JobRank(9, 16, 1, 8), "torchrun in the container"
+    with pytest.raises(SeqloomError, match=r"WORLD_SIZE = 24 with PET_NNODES = 3.* run `torchrun -m seqloom \.\.`, or"):
+        launched_rank(operator | {"WORLD_SIZE": "24"})
+
+
+def test_ranks_of_a_node_follow_each_other():
+    assert node_size([JobRank(rank, 4, rank % 2, 2) for rank in range(4)]) == 2
+    assert node_size([JobRank(rank, 4, rank, 4) for rank in range(4)]) == 4
+    with pytest.raises(SeqloomError, match=r"rank 1 is number 0 of its node.*srun --distribution=block"):
+        node_size([JobRank(rank, 4, rank // 2, 2) for rank in range(4)])
+    with pytest.raises(SeqloomError, match=r"different numbers of ranks \(2 and 1\)"):
+        node_size([JobRank(0, 3, 0, 2), JobRank(1, 3, 1, 2), JobRank(2, 3, 0, 1)])
+
+
 @pytest.mark.parametrize(("text", "tasks"), [("8(x2),4", [8, 8, 4]), ("2", [2]), ("3,1(x2)", [3, 1, 1])])
 def test_tasks_of_slurm_nodes(text, tasks):
     assert [tasks_of_node(text, node) for node in range(len(tasks))] == tasks
@@ -48,6 +67,37 @@ def test_slurm_ranks_meet_on_the_first_host(nodes, first):
     assert found["MASTER_ADDR"] == first and int(found["MASTER_PORT"]) in SLURM_PORTS
     with pytest.raises(SeqloomError, match="start ranks with torchrun or srun"):
         slurm_address({})
+
+
+def test_a_process_group_of_another_library_is_joined_as_it_is(monkeypatch):
+    with pytest.raises(SeqloomError, match=r"rank and world size None, the environment None; both have to be set"):
+        joined_rank()
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    found = {"is_initialized": True, "get_rank": 9, "get_world_size": 16, "get_backend_config": "cpu:gloo,cuda:gloo"}
+    for name, value in found.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert joined_rank() == (JobRank(9, 16, 1, 8), torch.device("cpu"))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(SeqloomError, match=r"rank and world size \(3, 16\), the environment \(9, 16\)"):
+        joined_rank()
+
+
+@pytest.mark.parametrize(("backends", "enough"), [("cpu:gloo,cuda:nccl", True), ("cuda:nccl", False)])
+def test_on_gpus_it_needs_gloo_and_nccl(monkeypatch, backends, enough):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    found = {"is_initialized": True, "get_rank": 9, "get_world_size": 16, "get_backend_config": backends}
+    for name, value in found.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    if enough:
+        assert joined_rank()[1] == torch.device("cuda", 1)
+    else:
+        with pytest.raises(SeqloomError, match="make it with backend='cpu:gloo,cuda:nccl'"):
+            joined_rank()
 
 
 def test_every_rank_of_a_node_has_its_own_gpu(monkeypatch):

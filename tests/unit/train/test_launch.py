@@ -11,8 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from seqloom.cli.doctor import examine
+from seqloom.dist import JobRank
 from seqloom.errors import SeqloomError
 from seqloom.train import launch
+from seqloom.train.config import Config
 from seqloom.train.launch import (
     ALLOCATOR_SETTING,
     ALLOCATOR_VARIABLES,
@@ -21,8 +23,10 @@ from seqloom.train.launch import (
     allocator_advice,
     allocator_environment,
     check_compilers,
+    node_note,
 )
-from support.runs import be_stuck
+from seqloom.train.setup import RunSetup
+from support.runs import SMALL, be_stuck
 
 GLOO = "[/third_party/gloo/tcp/pair.cc:537] Read error [127.0.0.1]:48049: Connection reset by peer. This is typical"
 STEP = "step 7, plan 0123456789ab"
@@ -153,6 +157,14 @@ def test_ranks_are_started_with_it(unset, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         launch.run_on_processes(print, 2)
     assert found[ALLOCATOR_VARIABLES[0]] == ALLOCATOR_SETTING and ALLOCATOR_VARIABLES[0] not in os.environ
+
+
+def test_the_log_says_where_plans_take_other_nodes():
+    recipe = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
+    setup = RunSetup.load(Config.load(recipe, [*SMALL, "plan.cluster=1x4xCPU"]), 4)
+    said = "plan.cluster = '1x4xCPU' has 4 ranks in a node, 2 were started in this one"
+    assert node_note(JobRank(0, 4, 0, 2), setup) == said
+    assert node_note(JobRank(0, 4, 0, 4), setup) is None
 
 
 WAY_OUT = "install it, or set model.compile = false"
