@@ -3,8 +3,8 @@
 All ranks run the same lines in the same order; only rank 0 plans, displays and writes metrics. A step is:
 
 1. `Trainer._planned_batches` gives the lengths of coming batches to a planning process (`planners.plan_ahead`), which
-   plans them `plan.ahead` steps early; `PlanBroadcast.take` sends the plan of this step to all ranks, which compare its
-   hash.
+   plans them `plan.ahead` steps early, with prediction, bound and hash; `PlanBroadcast.take` sends the plan of this
+   step to all ranks, which only parse it.
 2. `Trainer.train_step` binds the plan: groups, split sizes, `cu_seqlens` of every round, once for all layers.
 3. `engine.run_step` runs the rounds: each rank reads only the spans of its layout (`data.rank_rows`), layers run on
    packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced.
@@ -21,7 +21,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -107,7 +107,7 @@ class Trainer(AbstractContextManager):
         for step, batch in self._planned_batches():
             self._enter_phase(f"step {step}, waiting for its plan ({before})")
             step_plan = self.plans.take(step, batch.lengths)
-            before = f"step {step}, plan {step_plan.plan.hash[:12]}"
+            before = f"step {step}, plan {step_plan.plan_hash[:12]}"
             if step == self.start_step + 1:
                 self._enter_phase(f"{before}, warming up")
                 self.warm_up(step_plan.plan, metrics)
@@ -147,7 +147,7 @@ class Trainer(AbstractContextManager):
         rank_plan = self.bind(step_plan.plan)
         pipelined = any(len(pipeline.ranks_by_pp_rank) > 1 for pipeline in step_plan.plan.pipelines)
         if pipelined:  # if a stage hangs, the report says for which message
-            phase = f"step {step_plan.step}, plan {step_plan.plan.hash[:12]}"
+            phase = f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}"
             self._enter_phase(phase, details=rank_plan.progress.report)
         rows = partial(rank_rows, self.setup.source, batch=batch)
         result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
@@ -168,7 +168,7 @@ class Trainer(AbstractContextManager):
             gap_to_bound=step_plan.predicted_ns / bound_ns - 1 if bound_ns else None,
             idle_share=step_plan.idle_share,
             planner=plan.planner or "",
-            plan_hash=plan.hash,
+            plan_hash=step_plan.plan_hash,
             shape=plan_shape(plan),
             fallback=bool(step_plan.fallback_reason),
         )
@@ -269,7 +269,7 @@ class Trainer(AbstractContextManager):
         return self._closing.enter_context(metrics)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PlanBroadcast:
     """The plans of a run, as one rank sees them: rank 0 has them made ahead and broadcasts each when its step begins.
 
@@ -279,6 +279,7 @@ class PlanBroadcast:
     transport: Transport
     ahead: PlanAhead | None
     device: torch.device | str = "cpu"
+    _hash_compared: bool = field(default=False, init=False)  # every rank has hashed a plan as it reads it
 
     def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
         """Have the plan of a coming step made; does nothing on other ranks than 0."""
@@ -289,20 +290,19 @@ class PlanBroadcast:
         """Return the plan of a step, the same on all ranks; all ranks call it.
 
         Rank 0 decides, also whether the fallback planner is used. Times are those of rank 0. Every rank raises when the
-        ranks do not hold the same plan, or not one for these lengths.
+        plan is not one for this step and these lengths on all ranks, or when they read the first plan differently.
         """
         content: Any = None
         if self.ahead is not None:
             try:
                 step_plan = self.ahead.take(step, lengths)
-                content = {field.name: getattr(step_plan, field.name) for field in fields(step_plan)}
-                content["plan"] = step_plan.plan.to_json()
+                content = {each.name: getattr(step_plan, each.name) for each in fields(step_plan) if each.init}
             except SeqloomError as error:  # all ranks refuse together and none waits
                 content = {"error": str(error)}
         content = self._broadcast(content)
         if "error" in content:
             raise SeqloomError(f"step {step} cannot be planned: {content['error']}")
-        step_plan = StepPlan(**content | {"plan": Plan.from_json(content["plan"])})
+        step_plan = StepPlan(**content)
         self._check_all_ranks(step, lengths, step_plan)
         return step_plan
 
@@ -317,10 +317,16 @@ class PlanBroadcast:
         return json.loads(self.transport.broadcast(payload))
 
     def _check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
-        """Compare step, lengths and plan hash over all ranks, before any rank acts on them."""
+        """Compare step, lengths and, of the first plan, the hash over all ranks, before any rank acts on them.
+
+        All ranks get the same text. They hash what they have read of the first one, to notice a rank of another
+        version; hashing takes as long as writing the plan to JSON.
+        """
         plan = step_plan.plan
         matches = [step_plan.step == step, list(plan.documents) == np.asarray(lengths).tolist()]
-        mine = [*map(int, matches), int(plan.hash[:15], 16), step]
+        digest = step_plan.plan_hash if self._hash_compared else plan.hash
+        self._hash_compared = True
+        mine = [*map(int, matches), int(digest[:15], 16), step]
         rows = _gather(torch.tensor(mine, dtype=torch.int64, device=self.device), self.transport).tolist()
         for rank, (same_step, same_lengths, digest, its_step) in enumerate(rows):
             if not same_step:

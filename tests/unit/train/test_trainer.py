@@ -8,7 +8,7 @@ from seqloom.api import cost_model
 from seqloom.dist import run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
-from seqloom.plan import Plan
+from seqloom.plan import Plan, json
 from seqloom.planners import make_plan
 from seqloom.planners.plan_ahead import StepPlan
 from seqloom.train import trainer
@@ -30,9 +30,8 @@ class Fixed:
     def take(self, step, lengths):
         if self.error:
             raise SeqloomError(self.error)
-        return StepPlan(
-            step if self.step is None else self.step, make_plan("flex", lengths, COST), 5, 7, 9, "it was late"
-        )
+        plan, number = make_plan("flex", lengths, COST), step if self.step is None else self.step
+        return StepPlan(number, plan.to_json(), plan.hash, 9, plan_ns=5, wait_ns=7, fallback_reason="it was late")
 
 
 def take(ahead, lengths_of=lambda rank: LENGTHS):
@@ -91,6 +90,24 @@ def test_another_plan_on_a_rank_is_noticed(monkeypatch):
     monkeypatch.setattr(Plan, "from_json", classmethod(from_json))
     with pytest.raises(SeqloomError, match="holds another plan than rank 0"):
         take(Fixed())
+
+
+def test_ranks_parse_a_plan_once_and_hash_only_the_first(monkeypatch):
+    plan = make_plan("flex", LENGTHS, COST)
+    text, digest = plan.to_json(), plan.hash
+    ahead, read, hashed = Fixed(), [], []
+    ahead.take = lambda step, lengths: StepPlan(step, text, digest, 9)
+    from_json, content_hash = Plan.from_json.__func__, json.content_hash
+    monkeypatch.setattr(Plan, "from_json", classmethod(lambda cls, text: read.append(text) or from_json(cls, text)))
+    monkeypatch.setattr(json, "content_hash", lambda each: hashed.append(each) or content_hash(each))
+
+    def body(transport):
+        plans = PlanBroadcast(transport, ahead if transport.rank == 0 else None)
+        return [plans.take(step, LENGTHS) for step in (1, 2, 3)]
+
+    taken = run_ranks(4, body, strict=True)
+    assert (len(read), len(hashed)) == (3 * 4, 4)
+    assert all(each.plan == plan and each.plan_hash == plan.hash for rank in taken for each in rank)
 
 
 def test_plans_of_the_root_are_broadcast():
