@@ -6,8 +6,8 @@ All ranks run the same lines in the same order; only rank 0 plans, displays and 
    plans them `plan.ahead` steps early, with prediction, bound and hash; `PlanBroadcast.take` sends the plan of this
    step to all ranks, which only parse it.
 2. `Trainer.train_step` binds the plan: groups, split sizes, `cu_seqlens` of every round, once for all layers.
-3. `engine.run_step` runs the rounds: each rank reads only the spans of its layout (`data.rank_rows`), layers run on
-   packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced.
+3. `engine.run_step` runs the rounds: each rank reads only the spans of its layout, ahead (`data.RowReader`), layers
+   run on packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced.
 4. `Trainer.update` clips the gradients, sets the learning rate and steps the optimiser.
 5. Predicted and measured time, waits, idle share and gap to the bound become a `StepRecord`.
 
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from seqloom.attention import warm_up_attention
-from seqloom.data import Batch, rank_rows
+from seqloom.data import Batch, RowReader
 from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
@@ -149,8 +149,8 @@ class Trainer(AbstractContextManager):
         if pipelined:  # if a stage hangs, the report says for which message
             phase = f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}"
             self._enter_phase(phase, details=rank_plan.progress.report)
-        rows = partial(rank_rows, self.setup.source, batch=batch)
-        result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
+        with RowReader(rank_plan, self.setup.source, batch) as rows:
+            result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
         rate = self.update(step_plan.step, result)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimiser's kernels are part of the step
@@ -197,9 +197,9 @@ class Trainer(AbstractContextManager):
         total = 0.0
         for index, batch in enumerate(batches):
             self._enter_phase(f"evaluation after step {step}")
-            plan = self.plans.take(-1 - index, batch.lengths).plan
-            rows = partial(rank_rows, source, batch=batch)
-            total += evaluate(self.bind(plan), self.parameters, rows, batch.valid_tokens) * batch.valid_tokens
+            rank_plan = self.bind(self.plans.take(-1 - index, batch.lengths).plan)
+            with RowReader(rank_plan, source, batch) as rows:
+                total += evaluate(rank_plan, self.parameters, rows, batch.valid_tokens) * batch.valid_tokens
         if metrics is not None:
             metrics.evaluation(step, total / sum(batch.valid_tokens for batch in batches))
 
