@@ -9,7 +9,8 @@ All ranks run the same lines in the same order; only rank 0 plans, displays and 
 3. `engine.run_step` runs the rounds: each rank reads only the spans of its layout, ahead (`data.RowReader`), layers
    run on packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced.
 4. `Trainer.update` clips the gradients, sets the learning rate and steps the optimiser.
-5. Predicted and measured time, waits, idle share and gap to the bound become a `StepRecord`.
+5. Predicted and measured time, its phases, memory, MFU and gap to the bound become a `StepRecord`; one all-gather
+   brings together what the ranks measured.
 
 Before the first step `warm_up` builds kernels and communicators; after steps that are due come evaluation and
 checkpoints.
@@ -30,7 +31,9 @@ import numpy as np
 import torch
 
 from seqloom.attention import warm_up_attention
+from seqloom.cost.compute import forward_flops
 from seqloom.data import Batch, RowReader
+from seqloom.describe import Device
 from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
@@ -39,7 +42,14 @@ from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.train.checkpoint import Checkpoints
-from seqloom.train.logging import Metrics, StepRecord, open_display, open_trackers
+from seqloom.train.logging import (
+    Metrics,
+    RankMeasurement,
+    StepRecord,
+    open_display,
+    open_trackers,
+    summarize_ranks,
+)
 from seqloom.train.model import (
     REFERENCE,
     ModelFamily,
@@ -144,25 +154,51 @@ class Trainer(AbstractContextManager):
     def train_step(self, step_plan: StepPlan, batch: Batch) -> StepRecord:
         """Run one step under a plan and update the parameters. All ranks call it."""
         start = time.perf_counter()
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
         rank_plan = self.bind(step_plan.plan)
+        bound = time.perf_counter()
         pipelined = any(len(pipeline.ranks_by_pp_rank) > 1 for pipeline in step_plan.plan.pipelines)
         if pipelined:  # if a stage hangs, the report says for which message
             phase = f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}"
             self._enter_phase(phase, details=rank_plan.progress.report)
         with RowReader(rank_plan, self.setup.source, batch) as rows:
             result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
+        computed = time.perf_counter()  # `run_step` has waited for the device
         rate = self.update(step_plan.step, result)
-        if self.device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize(self.device)  # the optimiser's kernels are part of the step
-        seconds = float(gather_scalars(time.perf_counter() - start, self.transport, self.device).max())
+        end = time.perf_counter()
+        mine = RankMeasurement(
+            step_s=end - start,
+            bind_s=bound - start,
+            rows_s=result.rows_s,
+            forward_s=result.forward_s,
+            backward_s=result.backward_s,
+            messages_s=result.messages_s,
+            parameters_s=result.parameters_s,
+            optimiser_s=end - computed,
+            allocated=torch.cuda.max_memory_allocated(self.device) if cuda else 0,
+            reserved=torch.cuda.max_memory_reserved(self.device) if cuda else 0,
+        )
+        return self._record(step_plan, batch, result, rate, mine)
+
+    def _record(
+        self, step_plan: StepPlan, batch: Batch, result: StepResult, rate: float, mine: RankMeasurement
+    ) -> StepRecord:
+        """Gather what the ranks measured in a step; all ranks call it."""
+        ranks = [RankMeasurement(*row) for row in gather_values(mine, self.transport, self.device).tolist()]
+        flops = 3 * float(forward_flops(batch.lengths, self.setup.spec).sum())  # a backward is two forwards
+        peak_flops = find_peak_flops(self.setup.cost.cluster.device, self.device)
         plan, bound_ns = step_plan.plan, step_plan.bound_ns
         return StepRecord(
+            **summarize_ranks(ranks, flops, peak_flops),
             step=step_plan.step,
             loss=result.loss,
             tokens=batch.tokens,
             lr=rate,
             grad_norm=result.gradient_norm,
-            measured_ms=seconds * 1e3,
             predicted_ms=step_plan.predicted_ns / 1e6,
             planner_wait_ms=step_plan.wait_ns / 1e6,
             gap_to_bound=step_plan.predicted_ns / bound_ns - 1 if bound_ns else None,
@@ -375,9 +411,20 @@ def _dummy_rows(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids
 
 
-def gather_scalars(value: float, transport: Transport, device: torch.device) -> torch.Tensor:
-    """Return the values of all ranks, which wait for each other here; float64[ranks]."""
-    return _gather(torch.tensor([value], dtype=torch.float64, device=device), transport)[:, 0]
+def find_peak_flops(described: Device, device: torch.device) -> float | None:
+    """Return the dense bfloat16 peak of a GPU, FLOP/s, by the cluster's description.
+
+    None: not known, on a CPU, or where the description is not of this GPU (`plan.cluster` names another).
+    """
+    if device.type != "cuda":
+        return None
+    family = described.name.split("-")[0].lower()  # of "A100-80G", which torch calls "NVIDIA A100-SXM4-80GB"
+    return 1e12 * described.peak_tflops if family in torch.cuda.get_device_name(device).lower() else None
+
+
+def gather_values(values: Sequence[float], transport: Transport, device: torch.device) -> torch.Tensor:
+    """Return the values of all ranks, which wait for each other here; float64[ranks, values]."""
+    return _gather(torch.tensor(values, dtype=torch.float64, device=device), transport)
 
 
 def _gather(mine: torch.Tensor, transport: Transport) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 
 import seqloom as sl
 from seqloom.api import cost_model
+from seqloom.describe import Cluster
 from seqloom.dist import run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
@@ -114,6 +115,23 @@ def test_plans_of_the_root_are_broadcast():
     plans = [make_plan(name, LENGTHS, COST) for name in ("flex", "static")]
     found = run_ranks(4, lambda t: PlanBroadcast(t, None).broadcast(plans if t.rank == 0 else None), strict=True)
     assert found == [plans] * 4
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpu", "tflops"),
+    [
+        ("1x8xH200", "NVIDIA H200", 989),
+        ("1x8xA100-80G", "NVIDIA A100-SXM4-80GB", 312),
+        ("1x8xH200", "NVIDIA A100-SXM4-80GB", None),
+        ("1x8xCPU", "NVIDIA H200", None),
+    ],
+)
+def test_the_peak_is_that_of_the_gpu_that_the_cluster_describes(monkeypatch, cluster, gpu, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    described = Cluster.parse(cluster).device
+    found = trainer.find_peak_flops(described, torch.device("cuda:0"))
+    assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
+    assert trainer.find_peak_flops(described, torch.device("cpu")) is None
 
 
 def test_every_degree_of_the_plans_and_every_call_of_the_model_is_built(monkeypatch):
