@@ -58,7 +58,7 @@ class RowReader(AbstractContextManager):
         self._unread = iter(self._uses)
         self._reads: dict[tuple[Span, ...], Future[Rows]] = {}
         self._rows: dict[tuple[Span, ...], Rows] = {}  # that another stage will ask for
-        self._thread = ThreadPoolExecutor(1, "seqloom-rows", _take_device, (self._device,))
+        self._thread = ThreadPoolExecutor(1, "seqloom-rows", _take_gpu, (_gpu_of(self._device),))
         for _ in range(ROUNDS_AHEAD):
             self._read_next()
 
@@ -97,12 +97,21 @@ def _contexts_in_order(rank_plan: RankPlan) -> list[Context]:
     return [each.context for each in needed if each.context is not None]
 
 
-def _take_device(device: torch.device) -> None:
-    """Make a rank's GPU that of the current thread: pinned memory of another would create a context there."""
-    if device.type == "cuda":
+def _gpu_of(device: torch.device) -> int | None:
+    """Return the number of a GPU, that of the current thread where the device has none; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _take_gpu(gpu: int | None) -> None:
+    """Make a GPU that of this thread: a new thread has GPU 0, where pinned memory would create a context."""
+    if gpu is not None:
         import torch
 
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(gpu)
 
 
 def _read(source: Source, batch: Batch, spans: Sequence[Span], device: torch.device) -> Rows:
