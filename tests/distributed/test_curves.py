@@ -79,7 +79,8 @@ class Given:
         pass
 
     def take(self, step, lengths):
-        return StepPlan(step, self._plans[step - 1], 0, 0, 0)
+        plan = self._plans[step - 1]
+        return StepPlan(step, plan.to_json(), plan.hash, 0)
 
 
 class GivenTrainer(Trainer):

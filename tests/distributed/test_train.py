@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from seqloom.data import StoreWriter
 from seqloom.train.config import Config
-from seqloom.train.logging import read_steps
+from seqloom.train.logging import PHASES, read_steps
 from seqloom.train.model import build_reference
 from support.tiny_specs import TINY
 
@@ -80,6 +80,16 @@ def test_the_loss_falls_and_the_summary_says_so(whole):
     assert (summary["first_loss"], summary["final_loss"]) == (losses[0], losses[-1])
     assert losses[-1] < losses[0]
     assert summary["tokens_per_second"] > 0 and summary["measured_ms"] > 0 and summary["predicted_ms"] > 0
+
+
+def test_the_phases_of_a_step_add_up_and_a_cpu_has_neither_mfu_nor_memory(place, whole):
+    summary, _ = whole
+    for record in read_steps(place / "whole" / "metrics.jsonl"):
+        phases = [getattr(record, name) for name in PHASES]
+        assert min(phases) > 0 and 0.6 * record.measured_ms < sum(phases) < 1.01 * record.measured_ms
+    assert all(summary[name] > 0 for name in PHASES)
+    for name in ("mfu", "memory_allocated_gib", "memory_reserved_gib"):
+        assert summary[name] is None and getattr(record, name) is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -3,12 +3,15 @@
 from collections import Counter
 
 import numpy as np
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.data import IGNORE_INDEX, Batch, rank_rows
+from seqloom.data import IGNORE_INDEX, Batch, RowReader, rank_rows
 from seqloom.dist import bind
-from seqloom.plan import Checkpoint, StageMicroBatch
+from seqloom.engine import bind_plan
+from seqloom.plan import ActionKind, Checkpoint, StageMicroBatch
+from support.pipelines import pipeline_plans, pipeline_steps
 from support.strategies_attention import cases_of_many_groups
 
 
@@ -27,17 +30,12 @@ class CountingSource:
     def __init__(self, lengths):
         self.lengths = np.array(lengths)
         self.valid = self.lengths - 1
-        self.read = {"tokens": Counter(), "labels": Counter()}
+        self.read = Counter()
 
-    def tokens(self, document, start, stop):
-        self.read["tokens"].update((document, p) for p in range(start, stop))
-        return 1000 * document + np.arange(start, stop)
-
-    def labels(self, document, start, stop):
-        self.read["labels"].update((document, p) for p in range(start, stop))
-        labels = 1000 * document + np.arange(start, stop) + 1
-        labels[np.arange(start, stop) == self.lengths[document] - 1] = IGNORE_INDEX
-        return labels
+    def rows(self, document, start, stop):
+        self.read.update((document, p) for p in range(start, stop))
+        ids = 1000 * document + np.arange(start, stop)
+        return ids, np.where(np.arange(start, stop) == self.lengths[document] - 1, IGNORE_INDEX, ids + 1)
 
 
 @given(case=cases_of_many_groups(), data=st.data())
@@ -56,7 +54,7 @@ def test_all_ranks_together_read_the_batch_once(case, data):
         numbers, positions = documents[context.documents.tolist()], np.array(context.positions.tolist())
         assert ids == (1000 * numbers + positions).tolist()
         own = Counter(zip(numbers.tolist(), positions.tolist(), strict=True))
-        assert source.read == {"tokens": own, "labels": own}
+        assert source.read == own
         seen.update(ids)
         labels_seen.update(labels)
     every = [(int(d), p) for d in documents for p in range(lengths[d])]
@@ -64,3 +62,25 @@ def test_all_ranks_together_read_the_batch_once(case, data):
     last = {int(d): lengths[d] - 1 for d in documents}
     assert labels_seen == Counter(IGNORE_INDEX if p == last[d] else 1000 * d + p + 1 for d, p in every)
     assert sum(count for label, count in labels_seen.items() if label != IGNORE_INDEX) == batch.valid_tokens
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_a_reader_gives_every_stage_its_rows_and_reads_them_once(data):
+    """Any stages, pieces, groups and layouts, in any order; stages that deal tokens differently read apart."""
+    step = data.draw(pipeline_steps())
+    plan = data.draw(pipeline_plans(step))
+    lengths = np.array(step.lengths)
+    batch = Batch(np.arange(len(lengths)), lengths, lengths - 1)
+    for rank in range(plan.limits.ranks):
+        source = CountingSource(lengths)
+        bound = bind_plan(plan, Place(rank, plan.limits.ranks), check=False)
+        forwards = [bound.microbatch(action) for action in bound.actions if action.kind == ActionKind.F]
+        asked = [each.context for each in forwards if each.layers.has_embedding or each.layers.has_head]
+        with RowReader(bound, source, batch) as reader:
+            found = [reader(context) for context in asked]
+        held = [span for spans in {context.spans for context in asked} for span in spans]
+        assert source.read == Counter((d, p) for d, start, stop in held for p in range(start, stop))
+        for context, rows in zip(asked, found, strict=True):
+            wanted = rank_rows(CountingSource(lengths), context, batch)
+            assert all(map(torch.equal, rows, wanted))

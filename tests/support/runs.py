@@ -51,7 +51,7 @@ class PlansHere:
     def take(self, step: int, lengths: np.ndarray) -> StepPlan:
         """Make the plan of a step."""
         plan = self._plan(self._setup, step, lengths)
-        return StepPlan(step, plan, 0, 0, predicted_ns(plan, self._setup.cost))
+        return StepPlan(step, plan.to_json(), plan.hash, predicted_ns(plan, self._setup.cost))
 
 
 class TrainerHere(Trainer):

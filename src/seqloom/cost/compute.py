@@ -190,6 +190,17 @@ class Compute:
         return OPTIMISER_TRAFFIC * parameters / self.memory_gb_s
 
 
+def forward_flops(lengths: np.ndarray, model: ModelSpec) -> np.ndarray:
+    """float64[n] FLOPs of a forward of documents: products with the weights, and attention under its causal mask.
+
+    The model's own arithmetic: a backward is twice as much, and what checkpointing or an attention kernel recomputes is
+    not counted. A layer's window counts; of several experts those that a token takes; the head for every token.
+    """
+    tokens = lengths.astype(np.float64)
+    pairs = sum(layers * causal_area(tokens, window)[0] for window, layers in Counter(model.windows).items())
+    return 2.0 * model.matmul_parameters * tokens + 4.0 * attention_widths(model)[0] * pairs
+
+
 def causal_area(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
     """(area, width) of each document: query-key pairs, and the length whose kernel throughput applies.
 

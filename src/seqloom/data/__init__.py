@@ -2,7 +2,8 @@
 
 from seqloom.data.megatron import MegatronSource
 from seqloom.data.prepare import PrepareCounts, PrepareResult, RecordFields, Tokenizer, load_tokenizer, prepare
-from seqloom.data.sampler import Batch, Sampler, rank_rows
+from seqloom.data.rows import RowReader, rank_rows
+from seqloom.data.sampler import Batch, Sampler
 from seqloom.data.source import IGNORE_INDEX, LengthLimitedSource, Source
 from seqloom.data.store import StoreWriter, TokenStore, open_source
 
@@ -14,6 +15,7 @@ __all__ = [
     "PrepareCounts",
     "PrepareResult",
     "RecordFields",
+    "RowReader",
     "Sampler",
     "Source",
     "StoreWriter",

@@ -1,8 +1,7 @@
 """Which documents make a step: a shuffle per epoch, cut into batches at one global cursor; or batches packed ahead.
 
 The cursor (epoch, position) is all the state there is. It counts documents of the whole run, not of a rank, so a run
-resumes where it stopped on any number of ranks, and also with another batch size. `rank_rows` then reads the spans of
-a batch that one rank holds.
+resumes where it stopped on any number of ranks, and also with another batch size.
 """
 
 from __future__ import annotations
@@ -11,19 +10,13 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqloom.data.source import Source, read_only
+from seqloom.data.source import read_only
 from seqloom.errors import SeqloomError
-
-if TYPE_CHECKING:
-    import torch
-
-    from seqloom.dist import Context
-
 
 PackedBatches = Callable[[int], tuple[np.ndarray, np.ndarray]]
 """packed(epoch) -> int64[n] the documents of an epoch, each once, batch after batch, and int64[m + 1] where batches
@@ -180,38 +173,3 @@ class Sampler:
         keys = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
         order = np.argsort(keys, kind="stable")
         return order, np.cumsum(self._lengths[order])
-
-
-def rank_rows(source: Source, context: Context, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the ids and labels of the spans that a rank holds in a round, and nothing else.
-
-    Document k of the context is `batch.documents[k]` of the source. Both results are int64[tokens] on the context's
-    device, in the order of the local buffer.
-    """
-    from seqloom.dist.rows import on_device  # torch: preparing and sampling data do without it
-
-    ids, labels = (np.empty(context.tokens, dtype=np.int64) for _ in range(2))
-    row = 0
-    for span in context.spans:
-        _check_document(source, batch, span.document, span.stop)
-        document, end = int(batch.documents[span.document]), row + span.tokens
-        ids[row:end] = source.tokens(document, span.start, span.stop)
-        labels[row:end] = source.labels(document, span.start, span.stop)
-        row = end
-    return on_device(ids, context.device), on_device(labels, context.device)
-
-
-def _check_document(source: Source, batch: Batch, number: int, stop: int) -> None:
-    """Refuse a plan of another batch, and a batch of another source."""
-    if number >= len(batch) or stop > batch.lengths[number]:
-        there = f"it has {batch.lengths[number]} tokens" if number < len(batch) else f"there are {len(batch)} documents"
-        raise SeqloomError(
-            f"the plan reads document {number} up to token {stop}, but in this batch {there}; "
-            "bind the plan that was made for this batch"
-        )
-    document = int(batch.documents[number])
-    if document >= len(source.lengths) or source.lengths[document] != batch.lengths[number]:
-        raise SeqloomError(
-            f"document {document} of the batch has {batch.lengths[number]} tokens, and not so in the source; "
-            "read from the source that the sampler was made for"
-        )

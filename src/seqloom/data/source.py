@@ -46,13 +46,17 @@ class Source(ABC):
 
     def labels(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return the labels of positions `start .. stop - 1`, int64[stop - start]."""
+        return self.rows(document, start, stop)[1]
+
+    def rows(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and labels of positions `start .. stop - 1`, int64[stop - start] each; tokens are read once."""
         self._check_span(document, start, stop)
-        last = min(stop + 1, int(self.lengths[document]))
-        first = min(start + 1, last)
-        following, mask = self._read(document, first, last), self._loss_mask(document, first, last)
+        last = min(stop + 1, int(self.lengths[document]))  # the label of the last position is the token after it
+        ids = self._read(document, start, last)
+        following, mask = ids[1:], self._loss_mask(document, min(start + 1, last), last)
         labels = np.full(stop - start, IGNORE_INDEX, dtype=np.int64)
         labels[: len(following)] = following if mask is None else np.where(mask, following, IGNORE_INDEX)
-        return labels
+        return ids[: stop - start], labels
 
     @abstractmethod
     def _read(self, document: int, start: int, stop: int) -> np.ndarray:
@@ -135,13 +139,13 @@ class LengthLimitedSource(Source):
     def _read(self, document: int, start: int, stop: int) -> np.ndarray:
         return self._source.tokens(int(self.documents[document]), start, stop)
 
-    def labels(self, document: int, start: int, stop: int) -> np.ndarray:
-        """See `Source.labels`; the last position of a truncated document has no label."""
+    def rows(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Source.rows`; the last position of a truncated document has no label."""
         self._check_span(document, start, stop)
-        labels = self._source.labels(int(self.documents[document]), start, stop)
+        ids, labels = self._source.rows(int(self.documents[document]), start, stop)
         if start < stop == self.lengths[document]:
             labels[-1] = IGNORE_INDEX
-        return labels
+        return ids, labels
 
 
 def check_length_policy(max_length: int | None, too_long: str) -> None:

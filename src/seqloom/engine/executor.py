@@ -40,7 +40,7 @@ Rows = Callable[[Context], tuple[torch.Tensor, torch.Tensor]]
 W = ActionKind.W
 UNSHARD, REDUCE, RESHARD = ActionKind.UNSHARD, ActionKind.REDUCE, ActionKind.RESHARD
 EVALUATION_KINDS = (UNSHARD, F, SEND_F, RECV_F, RESHARD)
-WAIT = "wait"
+MESSAGES, ROWS = "messages", "rows"
 MIN_ELEMENTS = 1024
 """Smaller tensors are not worth a copy to the host."""
 
@@ -54,10 +54,15 @@ class StepResult:
         gradient_norm: of the whole model, every parameter once, before any clipping.
         valid: tokens that the loss counts.
         tokens: of this rank.
-        step_s: seconds from the first action to the gradients.
-        forward_s, backward_s, reduce_s: seconds by kind of action; backward contains recomputation and both halves of a
-            split backward.
-        wait_s: seconds for messages of other stages.
+        step_s: seconds from the call to the gradients; those below are its parts, what is left is host work between
+            actions. On a GPU they are times of its stream, so that host work shows only where the GPU waits for it.
+        forward_s, backward_s: seconds of these actions, with the collectives inside of them: exchanges of attention,
+            and of layers that gather and reduce their own parameters (FSDP2). Backward contains recomputation and both
+            halves of a split backward.
+        parameters_s: seconds of gathering and releasing the parameters of a stage, moving them to where the plan
+            computes, and reducing gradients, their norm and the loss.
+        messages_s: seconds of starting messages to other stages and waiting for theirs.
+        rows_s: seconds for ids and labels.
     """
 
     loss: float
@@ -67,8 +72,9 @@ class StepResult:
     step_s: float
     forward_s: float
     backward_s: float
-    reduce_s: float
-    wait_s: float = 0.0
+    parameters_s: float
+    messages_s: float = 0.0
+    rows_s: float = 0.0
 
 
 def run_step(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> StepResult:
@@ -80,13 +86,15 @@ def run_step(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int
         valid: labels that count, in the whole step; known from the data before the first round.
     """
     _check(rank_plan, parameters, valid)
+    timer = Timer(rank_plan.device)
     parameters.zero_grad()
-    parameters.prefetch(rank_plan.plan)
+    with timer.measure(UNSHARD.value):
+        parameters.prefetch(rank_plan.plan)
     weights = parameters.weight_gradients
     if weights.enabled:
         weights.clear()  # an earlier step may have failed
     weights.enabled = any(action.kind == W for action in rank_plan.actions)
-    run = _Run(rank_plan, parameters, rows, valid, training=True)
+    run = _Run(rank_plan, parameters, rows, valid, timer, training=True)
     run.run_actions()
     return run.finish()
 
@@ -95,7 +103,7 @@ def evaluate(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int
     """Return the loss of a plan's documents, without gradients. All ranks call it."""
     _check(rank_plan, parameters, valid)
     parameters.prefetch(rank_plan.plan)
-    run = _Run(rank_plan, parameters, rows, valid, training=False)
+    run = _Run(rank_plan, parameters, rows, valid, Timer(rank_plan.device), training=False)
     with torch.no_grad():
         run.run_actions()
     parameters.wait_prefetch()
@@ -105,11 +113,12 @@ def evaluate(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int
 class _Run:
     """A step in progress."""
 
-    def __init__(self, rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, *, training: bool) -> None:
+    def __init__(
+        self, rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, timer: Timer, *, training: bool
+    ) -> None:
         self._rank_plan, self._parameters, self._rows, self._valid = rank_plan, parameters, rows, valid
-        self._training = training
+        self._timer, self._training = timer, training
         self._actions = tuple(each for each in rank_plan.actions if training or each.kind in EVALUATION_KINDS)
-        self._timer = Timer(rank_plan.device)
         self._p2p = StageP2P(
             rank_plan.transport,
             parameters.empty_hidden_states,
@@ -131,7 +140,7 @@ class _Run:
             self._p2p.poll()
             self._run_action(action, reduce=index in reducing)
         progress.start(None)
-        with self._timer.measure(WAIT):
+        with self._timer.measure(MESSAGES):
             self._p2p.close()
         if self._rank_plan.kv_cache is not None:
             self._rank_plan.kv_cache.check_empty()
@@ -139,7 +148,7 @@ class _Run:
     def finish(self) -> StepResult:
         with self._timer.measure(REDUCE.value):
             self._parameters.finish_gradients()
-        loss, norm = self.global_loss(), float(self._parameters.gradient_norm())
+            loss, norm = self.global_loss(), float(self._parameters.gradient_norm())
         seconds = self._timer.seconds()
         return StepResult(
             loss,
@@ -149,8 +158,9 @@ class _Run:
             step_s=seconds["step"],
             forward_s=seconds[F.value],
             backward_s=sum(seconds[kind.value] for kind in (B, I, W)),
-            reduce_s=seconds[REDUCE.value],
-            wait_s=seconds[WAIT],
+            parameters_s=sum(seconds[kind.value] for kind in (UNSHARD, REDUCE, RESHARD)),
+            messages_s=seconds[MESSAGES],
+            rows_s=seconds[ROWS],
         )
 
     def global_loss(self) -> float:
@@ -175,11 +185,13 @@ class _Run:
             with self._timer.measure(kind.value):
                 parameters.weight_gradients.run((action.stage, action.round))
         elif kind in (SEND_F, SEND_B):
-            self._p2p.send(action, _row_slices(self._rank_plan, action))
+            with self._timer.measure(MESSAGES):
+                self._p2p.send(action, _row_slices(self._rank_plan, action))
         elif kind in (RECV_F, RECV_B):
             context = self._rank_plan.microbatch(action).context
             assert context is not None  # actions of skipped rounds are left out
-            self._p2p.receive(action, context.tokens, _row_slices(self._rank_plan, action))
+            with self._timer.measure(MESSAGES):
+                self._p2p.receive(action, context.tokens, _row_slices(self._rank_plan, action))
         elif action.round is None or (kind != REDUCE and self._rank_plan.plan.sharding == Sharding.FREE):
             # Actions of a round: its backward has reduced the gradients, and fixed layouts stay gathered for the step.
             run = {UNSHARD: parameters.unshard, REDUCE: parameters.reduce, RESHARD: parameters.reshard}[kind]
@@ -226,11 +238,12 @@ class _Run:
             self._p2p.put(receive if microbatch.from_previous is None else send, state.input_gradient())
 
     def _receive(self, action: Action) -> torch.Tensor:
-        with self._timer.measure(WAIT):
+        with self._timer.measure(MESSAGES):
             return self._p2p.wait(action)
 
     def _read(self, context: Context, round_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, labels = self._rows(context)
+        with self._timer.measure(ROWS):
+            ids, labels = self._rows(context)
         if ids.shape != (context.tokens,) or labels.shape != ids.shape:
             raise SeqloomError(
                 f"ids {list(ids.shape)} and labels {list(labels.shape)} for round {round_index}: rank {context.rank} "

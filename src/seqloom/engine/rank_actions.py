@@ -17,7 +17,7 @@ from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import Context, Transport, bind, pieces_of_plan
 from seqloom.engine.stage_p2p import SEND_B, SEND_F, B, I, Progress, RowSlices, StageBoundary, place_messages
 from seqloom.errors import SeqloomError
-from seqloom.plan import Action, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
+from seqloom.plan import Action, Checkpoint, LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,8 @@ class RankPlan:
         stages: {stage of this rank: all rounds of its pipeline, in order}.
         actions: what this rank runs, in order: the row of its pp rank without the rounds that it skips, its messages
             where `stage_p2p.place_messages` puts them.
-        gradients_leave_in: the backward in which gradients of free sharding may leave already; None: after all.
+        gradients_leave_in: the backward in which gradients of free sharding may leave already; None: after all, or
+            another sharding.
         kv_cache: keys and values of documents in pieces, while a step runs; None: none is in pieces.
         progress: where the rank is in its row, while a step runs.
     """
@@ -143,7 +144,7 @@ def bind_plan(
         stages[stage] = tuple(microbatches)
     row = place_messages(pipeline, pipeline.actions, boundary)[pp_rank]
     actions = tuple(each for each in row if each.round is None or stages[each.stage][each.round].context is not None)
-    leaves = _shared_last_backward(pipeline, row, rank)
+    leaves = _shared_last_backward(pipeline, row, rank) if plan.sharding == Sharding.FREE else None
     return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, leaves, kv_cache, progress)
 
 
@@ -164,7 +165,7 @@ def _shared_last_backward(pipeline: Pipeline, row: Sequence[Action], rank: int) 
         work = pipeline.rounds[action.round].by_stage[action.stage]
         ranks = {each for group in work.groups for each in group.participants}
         if rank in ranks:
-            layouts = [work.attention_layout(), work.linear_layout()]
+            layouts = [work.attention_layout(), *([] if work.linear is None else [work.linear])]
             return action if all(ranks == {*layout.rank.tolist()} for layout in layouts) and not ranks & later else None
         later |= ranks
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Self
@@ -26,16 +26,28 @@ from seqloom.simulate import predicted_ns, simulate
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of a step, its cost and its prediction."""
+    """The plan of a step as it travels to the ranks, its cost and its prediction; JSON can hold every field.
+
+    The planner's process computes all of it. A rank only parses the plan, once, when it first asks for `plan`.
+    """
 
     step: int  # number of the step
-    plan: Plan  # validated
-    plan_ns: int  # planning time
-    wait_ns: int  # how long the trainer waited for it
+    plan_json: str  # the validated plan, by `Plan.to_json`
+    plan_hash: str  # `Plan.hash`
     predicted_ns: int  # step time by the cost model
+    plan_ns: int = 0  # planning time
+    wait_ns: int = 0  # how long the trainer waited for it
     fallback_reason: str = ""  # why the fallback planner made it; "" when it did not
     bound_ns: int | None = None  # lower bound of the step on the same stages; None: not computed
     idle_share: float | None = None  # share of the ranks' time that they wait, by the simulator; None: not computed
+    _plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        known = self._plan or Plan.from_json(self.plan_json)
+        object.__setattr__(self, "_plan", known)
+        return known
 
 
 class PlanAhead:
@@ -64,7 +76,7 @@ class PlanAhead:
         self._cost, self._fallback, self._patience_s = cost, fallback, patience_s
         chosen = PlannerChoice(planner) if isinstance(planner, str) else planner
         self._timeout_s = patience_s if first_patience_s is None else first_patience_s
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, StepPlan | _Failure] = {}
         self._submitted: set[int] = set()
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -89,15 +101,14 @@ class PlanAhead:
         if step not in self._submitted and step not in self._answers:
             self.submit(step, lengths)
         self._receive_until(step, begin + round(self._timeout_s * 1e9))
-        found = self._answers.pop(step, _Answer(None, 0, f"no plan within {self._timeout_s:g} s"))
+        found = self._answers.pop(step, _Failure(0, f"no plan within {self._timeout_s:g} s"))
         self._answers = {other: answer for other, answer in self._answers.items() if other > step}
-        if found.text is None:
+        if isinstance(found, _Failure):
             plan = self._fallback.plan(lengths, self._cost)
             predicted = predicted_ns(plan, self._cost)
-        else:
-            plan, predicted = Plan.from_json(found.text), found.predicted_ns
-        waited = time.monotonic_ns() - begin
-        return StepPlan(step, plan, found.plan_ns, waited, predicted, found.reason, found.bound_ns, found.idle_share)
+            options = {"plan_ns": found.plan_ns, "fallback_reason": found.reason}
+            found = StepPlan(step, plan.to_json(), plan.hash, predicted, **options)
+        return replace(found, wait_ns=time.monotonic_ns() - begin)
 
     def close(self) -> None:
         """Stop the process."""
@@ -128,41 +139,38 @@ class PlanAhead:
                 self._answers[answered] = answer
                 self._timeout_s = self._patience_s
 
-    def _died(self) -> _Answer:
+    def _died(self) -> _Failure:
         self._process.join(timeout=1.0)
-        return _Answer(None, 0, f"the planner's process has died (exit code {self._process.exitcode})")
+        return _Failure(0, f"the planner's process has died (exit code {self._process.exitcode})")
 
 
-class _Answer(NamedTuple):
-    """A message of the planner's process: the plan as JSON, or None and the reason, with its figures."""
+class _Failure(NamedTuple):
+    """Why there is no plan, and how long planning took."""
 
-    text: str | None
     plan_ns: int
     reason: str
-    predicted_ns: int = 0
-    bound_ns: int | None = None
-    idle_share: float | None = None
 
 
 def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice) -> None:
-    """Answer every (step, lengths) with (step, `_Answer`) until the pipe closes."""
+    """Answer every (step, lengths) with (step, `StepPlan` or `_Failure`) until the pipe closes."""
     while True:
         try:
             step, lengths = connection.recv()
-            connection.send((step, _answer(cost, chosen, lengths)))
+            connection.send((step, _answer(step, cost, chosen, lengths)))
         except (EOFError, OSError):
             return
 
 
-def _answer(cost: CostModel, chosen: PlannerChoice, lengths: np.ndarray) -> _Answer:
+def _answer(step: int, cost: CostModel, chosen: PlannerChoice, lengths: np.ndarray) -> StepPlan | _Failure:
     begin = time.monotonic_ns()
     try:
         plan = chosen.plan(lengths, cost)
         text, took = plan.to_json(), time.monotonic_ns() - begin
         bound_ns, idle_share = plan_bound(plan, cost), simulate(plan, cost).idle_share
-        return _Answer(text, took, "", predicted_ns(plan, cost), bound_ns, idle_share)
+        predicted, figures = predicted_ns(plan, cost), {"bound_ns": bound_ns, "idle_share": idle_share}
+        return StepPlan(step, text, plan.hash, predicted, plan_ns=took, **figures)
     except SeqloomError as error:
         reason = f"planner {chosen.name!r}: {error}"
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged
         reason = f"planner {chosen.name!r} failed: {type(error).__name__}: {error}"
-    return _Answer(None, time.monotonic_ns() - begin, reason)
+    return _Failure(time.monotonic_ns() - begin, reason)

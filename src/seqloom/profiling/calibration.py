@@ -42,7 +42,7 @@ from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.config import Optimiser
 from seqloom.train.model import prepare_layers, shard_parameters
 from seqloom.train.optim import clip_gradients, make_optimiser
-from seqloom.train.trainer import gather_scalars
+from seqloom.train.trainer import gather_values
 
 REPEATS, TURNS = 3, 3
 """How often kernels and messages are timed, and how often all trials are; the first turn of them is the slowest."""
@@ -225,7 +225,7 @@ class Calibrator:
         self.transport.exchange([P2PTensor((rank + 1) % ranks, message)], [received]).wait()
 
     def _mean(self, value: float) -> float:
-        return float(gather_scalars(value, self.transport, self.device).mean())
+        return float(gather_values([value], self.transport, self.device).mean())
 
 
 def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> float:
@@ -296,7 +296,7 @@ class StepTimer:
 
     def slowest(self, seconds: float) -> float:
         """Return the most seconds of any rank; ranks wait for each other here."""
-        return float(gather_scalars(seconds, self._transport, self._device).max())
+        return float(gather_values([seconds], self._transport, self._device).max())
 
     def gradients(self, rank_plan: RankPlan) -> StepResult:
         """Run a plan up to its gradients."""
@@ -415,7 +415,7 @@ def measure_stage_costs(
 
     def run(plan: Plan) -> tuple[float, float]:
         seconds = timer.seconds(plan)
-        return 1e9 * seconds, 1e9 * float(gather_scalars(timer.busy_seconds, transport, device).mean())
+        return 1e9 * seconds, 1e9 * float(gather_values([timer.busy_seconds], transport, device).mean())
 
     turns = np.array([[run(plan) for plan in plans] for _ in range(STAGE_REPEATS + 1)])
     (step_ns, busy_ns), (_, split_busy_ns) = turns[1:].min(axis=0).tolist()

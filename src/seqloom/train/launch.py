@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from seqloom.describe.cluster import DEVICES
 from seqloom.dist import (
     Channel,
     Communicators,
@@ -107,6 +108,7 @@ def train_on_processes(
     """Start `ranks` processes on this machine, wait for them, and return the summary."""
     _check_compilers_if_needed(config)
     check_gpus(ranks, share_gpu=share_gpu)
+    config = with_launched_nodes(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)])
     setup = RunSetup.load(config, ranks)  # refuse here, once, what every process would refuse
     config = write_strategies(setup.config, setup.planners.strategies)
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
@@ -182,9 +184,33 @@ def gather_job_ranks(job_rank: JobRank) -> list[JobRank]:
 
 
 def spell_nodes(job_ranks: Sequence[JobRank]) -> str:
-    """Spell the cluster of CPUs that ranks were started on, such as 2x4xCPU."""
+    """Spell the cluster that ranks were started on, such as 2x4xCPU or 1x8xH200."""
     size = node_size(job_ranks)
-    return f"{len(job_ranks) // size}x{size}xCPU"
+    return f"{len(job_ranks) // size}x{size}x{described_device()}"
+
+
+def described_device() -> str:
+    """Return the name by which clusters describe the GPUs of this machine; CPU where there is none."""
+    if not torch.cuda.is_available():
+        return "CPU"
+    gpu = gpu_name()
+    words = re.split(r"[\s-]+", gpu)  # of "NVIDIA A100-SXM4-80GB", an A100-80G
+    fitting = [name for name in DEVICES if all(any(w.startswith(part) for w in words) for part in name.split("-"))]
+    if not fitting:
+        raise SeqloomError(
+            f"plan.cluster = 'auto', and the GPU {gpu!r} is none of those described ({', '.join(DEVICES)}); name the "
+            "cluster to plan for in plan.cluster, such as 1x8xH200, or a file that describes it"
+        )
+    return fitting[0]
+
+
+def gpu_name() -> str:
+    """Return the name of the first GPU; asked of the driver, since asking torch takes memory on it."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        model = re.search(r"^Model:\s*(.+)$", path.read_text(), re.MULTILINE)
+        if model is not None:
+            return model[1].strip()
+    return torch.cuda.get_device_name(0)
 
 
 def with_launched_nodes(config: Config, job_ranks: Sequence[JobRank]) -> Config:

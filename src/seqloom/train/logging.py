@@ -25,20 +25,26 @@ if TYPE_CHECKING:
 
 MS = 1e6
 """Nanoseconds of a millisecond."""
+GIB = 1 << 30
 PROJECT = "seqloom"
 """Project name in trackers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """Metrics of one optimiser step. Times are those of the slowest rank, in milliseconds."""
+    """Metrics of one optimiser step. Times are in milliseconds.
+
+    Ranks end a step together, so `measured_ms` of the slowest rank is close to that of any other. Its phases are means
+    over ranks: they add up to about `measured_ms`, and say where the ranks' time goes. Those of the slowest rank would
+    be those of another rank in every step, and the longest of every phase would add up to more than the step.
+    """
 
     step: int  # from 1
     loss: float  # sum of token losses / valid tokens of the whole step
     tokens: int  # of all documents of the step
     lr: float
     grad_norm: float  # of the whole model, before clipping
-    measured_ms: float  # from the plan being there to the updated parameters
+    measured_ms: float  # from the plan being there to the updated parameters, on the slowest rank
     predicted_ms: float | None = None  # the same by the cost model
     planner_wait_ms: float = 0.0  # waiting for the plan, before that
     gap_to_bound: float | None = None  # how far the predicted time is above the lower bound, as a share of the bound
@@ -47,6 +53,16 @@ class StepRecord:
     plan_hash: str = ""
     shape: str = ""  # the plan's pipelines, each as tensor degree x stages / ranks: ``2x2/4, 1x1/2 x 2``
     fallback: bool = False  # the planner was late or failed, so that the fallback planner made the plan
+    mfu: float | None = None  # model FLOPs / (measured_ms x ranks x peak of the device); None: the peak is not known
+    memory_allocated_gib: float | None = None  # peak of the fullest rank in the step; None on a CPU
+    memory_reserved_gib: float | None = None  # the same with what the allocator holds in reserve
+    bind_ms: float | None = None  # index work of the plan
+    rows_ms: float | None = None  # waiting for ids and labels
+    forward_ms: float | None = None  # with exchanges of attention, and parameters that layers gather themselves
+    backward_ms: float | None = None  # the same, with recomputation
+    messages_ms: float | None = None  # starting messages to other stages, waiting for theirs
+    parameters_ms: float | None = None  # gathering and moving parameters, reducing gradients, norm and loss
+    optimiser_ms: float | None = None  # clipping and update
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,6 +99,42 @@ class StartUp:
         ends = [*(begin for _, begin in self._phases[1:]), end]
         parts = [f"{name} {stop - begin:.1f}" for (name, begin), stop in zip(self._phases, ends, strict=True)]
         return f"first step done {end - self._begin:.1f} s after the rank's start: {', '.join(parts)}"
+
+
+class RankMeasurement(NamedTuple):
+    """What one rank measured in a step: seconds, and bytes of GPU memory (0 on a CPU). See `StepRecord`."""
+
+    step_s: float
+    bind_s: float
+    rows_s: float
+    forward_s: float
+    backward_s: float
+    messages_s: float
+    parameters_s: float
+    optimiser_s: float
+    allocated: float
+    reserved: float
+
+
+PHASES = tuple(name.removesuffix("_s") + "_ms" for name in RankMeasurement._fields[1:8])
+"""Fields of a `StepRecord` that are phases of `measured_ms`."""
+
+
+def summarize_ranks(ranks: Sequence[RankMeasurement], flops: float, peak_flops: float | None) -> dict[str, Any]:
+    """Return what the ranks measured as fields of a `StepRecord`.
+
+    Args:
+        flops: of the model in the whole step, forward and backward.
+        peak_flops: FLOP/s of a device; None: not known.
+    """
+    seconds, *phases, allocated, reserved = zip(*ranks, strict=True)
+    means = {name: 1e3 * fmean(values) for name, values in zip(PHASES, phases, strict=True)}
+    return means | {
+        "measured_ms": 1e3 * max(seconds),
+        "mfu": None if peak_flops is None else flops / (max(seconds) * len(ranks) * peak_flops),
+        "memory_allocated_gib": max(allocated) / GIB or None,
+        "memory_reserved_gib": max(reserved) / GIB or None,
+    }
 
 
 class Metrics(AbstractContextManager):
@@ -189,14 +241,15 @@ def _read_records(path: Path, done: int | None) -> tuple[list[dict[str, Any]], i
 def summarize(records: Sequence[StepRecord], done: int = 0) -> dict[str, Any]:
     """Return the totals of a run, which `seqloom train --json` prints; None where nothing was measured.
 
-    Times are means of the steps after step `done`, those of this process, without the first, which warms up.
+    Times and MFU are means of the steps after step `done`, those of this process, without the first, which warms up;
+    memory is the peak of the same steps.
     """
     timed = [record for record in records if record.step > done]
     timed = timed[1:] or timed
 
-    def mean(name: str) -> float | None:
-        values = [value for record in timed if (value := getattr(record, name)) is not None]
-        return fmean(values) if values else None
+    def over_steps(combine: Callable[[list[float]], float], *names: str) -> dict[str, float | None]:
+        known = {name: [value for record in timed if (value := getattr(record, name)) is not None] for name in names}
+        return {name: combine(values) if values else None for name, values in known.items()}
 
     seconds = sum(record.measured_ms + record.planner_wait_ms for record in timed) / 1e3
     return {
@@ -204,7 +257,8 @@ def summarize(records: Sequence[StepRecord], done: int = 0) -> dict[str, Any]:
         "first_loss": records[0].loss if records else None,
         "final_loss": records[-1].loss if records else None,
         "tokens_per_second": sum(record.tokens for record in timed) / seconds if seconds else None,
-        **{name: mean(name) for name in ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")},
+        **over_steps(fmean, "predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound", "mfu", *PHASES),
+        **over_steps(max, "memory_allocated_gib", "memory_reserved_gib"),
     }
 
 
@@ -296,6 +350,7 @@ def open_display(stream: IO[str], steps: int, done: int = 0) -> _Display:
 def format_step(record: StepRecord) -> str:
     """Describe a step in one line: loss and throughput first, then the times, then how good the plan was."""
     predicted = "" if record.predicted_ms is None else f" (predicted {duration(record.predicted_ms * MS)})"
+    allocated, reserved = record.memory_allocated_gib, record.memory_reserved_gib
     phrases = [
         f"loss {record.loss:.4f}",
         f"{record.tokens_per_second:,.0f} tokens/s",
@@ -303,6 +358,8 @@ def format_step(record: StepRecord) -> str:
         f"norm {record.grad_norm:.3g}",
         f"{duration(record.measured_ms * MS)}{predicted}",
         f"wait {duration(record.planner_wait_ms * MS)}",
+        "" if record.mfu is None else f"mfu {percent(record.mfu)} %",
+        "" if allocated is None or reserved is None else f"memory {allocated:.1f}/{reserved:.1f} GiB",
         "" if record.gap_to_bound is None else f"gap {percent(record.gap_to_bound)} %",
         "" if record.idle_share is None else f"idle {percent(record.idle_share)} %",
         record.shape,

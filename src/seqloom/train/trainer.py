@@ -3,13 +3,14 @@
 All ranks run the same lines in the same order; only rank 0 plans, displays and writes metrics. A step is:
 
 1. `Trainer._planned_batches` gives the lengths of coming batches to a planning process (`planners.plan_ahead`), which
-   plans them `plan.ahead` steps early; `PlanBroadcast.take` sends the plan of this step to all ranks, which compare its
-   hash.
+   plans them `plan.ahead` steps early, with prediction, bound and hash; `PlanBroadcast.take` sends the plan of this
+   step to all ranks, which only parse it.
 2. `Trainer.train_step` binds the plan: groups, split sizes, `cu_seqlens` of every round, once for all layers.
-3. `engine.run_step` runs the rounds: each rank reads only the spans of its layout (`data.rank_rows`), layers run on
-   packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced.
+3. `engine.run_step` runs the rounds: each rank reads only the spans of its layout, ahead (`data.RowReader`), layers
+   run on packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced.
 4. `Trainer.update` clips the gradients, sets the learning rate and steps the optimiser.
-5. Predicted and measured time, waits, idle share and gap to the bound become a `StepRecord`.
+5. Predicted and measured time, its phases, memory, MFU and gap to the bound become a `StepRecord`; one all-gather
+   brings together what the ranks measured.
 
 Before the first step `warm_up` builds kernels and communicators; after steps that are due come evaluation and
 checkpoints.
@@ -21,8 +22,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -31,7 +31,9 @@ import torch
 
 from seqloom.attention import attention_builds
 from seqloom.attention.kernels import KernelBuild
-from seqloom.data import Batch, rank_rows
+from seqloom.cost.compute import forward_flops
+from seqloom.data import Batch, RowReader
+from seqloom.describe import Device
 from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
@@ -40,7 +42,15 @@ from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.train.checkpoint import Checkpoints
-from seqloom.train.logging import Metrics, StartUp, StepRecord, open_display, open_trackers
+from seqloom.train.logging import (
+    Metrics,
+    RankMeasurement,
+    StartUp,
+    StepRecord,
+    open_display,
+    open_trackers,
+    summarize_ranks,
+)
 from seqloom.train.model import (
     REFERENCE,
     ModelFamily,
@@ -122,7 +132,7 @@ class Trainer(AbstractContextManager):
         for step, batch in self._planned_batches():
             self._enter_phase(f"step {step}, waiting for its plan ({before})")
             step_plan = self.plans.take(step, batch.lengths)
-            before = f"step {step}, plan {step_plan.plan.hash[:12]}"
+            before = f"step {step}, plan {step_plan.plan_hash[:12]}"
             if step == self.start_step + 1:
                 self._enter_phase(f"{before}, warming up")
                 self.warm_up(step_plan.plan)
@@ -162,31 +172,57 @@ class Trainer(AbstractContextManager):
     def train_step(self, step_plan: StepPlan, batch: Batch) -> StepRecord:
         """Run one step under a plan and update the parameters. All ranks call it."""
         start = time.perf_counter()
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
         rank_plan = self.bind(step_plan.plan)
+        bound = time.perf_counter()
         pipelined = any(len(pipeline.ranks_by_pp_rank) > 1 for pipeline in step_plan.plan.pipelines)
         if pipelined:  # if a stage hangs, the report says for which message
-            phase = f"step {step_plan.step}, plan {step_plan.plan.hash[:12]}"
+            phase = f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}"
             self._enter_phase(phase, details=rank_plan.progress.report)
-        rows = partial(rank_rows, self.setup.source, batch=batch)
-        result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
+        with RowReader(rank_plan, self.setup.source, batch) as rows:
+            result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
+        computed = time.perf_counter()  # `run_step` has waited for the device
         rate = self.update(step_plan.step, result)
-        if self.device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize(self.device)  # the optimiser's kernels are part of the step
-        seconds = float(gather_scalars(time.perf_counter() - start, self.transport, self.device).max())
+        end = time.perf_counter()
+        mine = RankMeasurement(
+            step_s=end - start,
+            bind_s=bound - start,
+            rows_s=result.rows_s,
+            forward_s=result.forward_s,
+            backward_s=result.backward_s,
+            messages_s=result.messages_s,
+            parameters_s=result.parameters_s,
+            optimiser_s=end - computed,
+            allocated=torch.cuda.max_memory_allocated(self.device) if cuda else 0,
+            reserved=torch.cuda.max_memory_reserved(self.device) if cuda else 0,
+        )
+        return self._record(step_plan, batch, result, rate, mine)
+
+    def _record(
+        self, step_plan: StepPlan, batch: Batch, result: StepResult, rate: float, mine: RankMeasurement
+    ) -> StepRecord:
+        """Gather what the ranks measured in a step; all ranks call it."""
+        ranks = [RankMeasurement(*row) for row in gather_values(mine, self.transport, self.device).tolist()]
+        flops = 3 * float(forward_flops(batch.lengths, self.setup.spec).sum())  # a backward is two forwards
+        peak_flops = find_peak_flops(self.setup.cost.cluster.device, self.device)
         plan, bound_ns = step_plan.plan, step_plan.bound_ns
         return StepRecord(
+            **summarize_ranks(ranks, flops, peak_flops),
             step=step_plan.step,
             loss=result.loss,
             tokens=batch.tokens,
             lr=rate,
             grad_norm=result.gradient_norm,
-            measured_ms=seconds * 1e3,
             predicted_ms=step_plan.predicted_ns / 1e6,
             planner_wait_ms=step_plan.wait_ns / 1e6,
             gap_to_bound=step_plan.predicted_ns / bound_ns - 1 if bound_ns else None,
             idle_share=step_plan.idle_share,
             planner=plan.planner or "",
-            plan_hash=plan.hash,
+            plan_hash=step_plan.plan_hash,
             shape=plan_shape(plan),
             fallback=bool(step_plan.fallback_reason),
         )
@@ -215,9 +251,9 @@ class Trainer(AbstractContextManager):
         total = 0.0
         for index, batch in enumerate(batches):
             self._enter_phase(f"evaluation after step {step}")
-            plan = self.plans.take(-1 - index, batch.lengths).plan
-            rows = partial(rank_rows, source, batch=batch)
-            total += evaluate(self.bind(plan), self.parameters, rows, batch.valid_tokens) * batch.valid_tokens
+            rank_plan = self.bind(self.plans.take(-1 - index, batch.lengths).plan)
+            with RowReader(rank_plan, source, batch) as rows:
+                total += evaluate(rank_plan, self.parameters, rows, batch.valid_tokens) * batch.valid_tokens
         if metrics is not None:
             metrics.evaluation(step, total / sum(batch.valid_tokens for batch in batches))
 
@@ -289,7 +325,7 @@ class Trainer(AbstractContextManager):
         return self._closing.enter_context(metrics)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PlanBroadcast:
     """The plans of a run, as one rank sees them: rank 0 has them made ahead and broadcasts each when its step begins.
 
@@ -299,6 +335,7 @@ class PlanBroadcast:
     transport: Transport
     ahead: PlanAhead | None
     device: torch.device | str = "cpu"
+    _hash_compared: bool = field(default=False, init=False)  # every rank has hashed a plan as it reads it
 
     def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
         """Have the plan of a coming step made; does nothing on other ranks than 0."""
@@ -309,20 +346,19 @@ class PlanBroadcast:
         """Return the plan of a step, the same on all ranks; all ranks call it.
 
         Rank 0 decides, also whether the fallback planner is used. Times are those of rank 0. Every rank raises when the
-        ranks do not hold the same plan, or not one for these lengths.
+        plan is not one for this step and these lengths on all ranks, or when they read the first plan differently.
         """
         content: Any = None
         if self.ahead is not None:
             try:
                 step_plan = self.ahead.take(step, lengths)
-                content = {field.name: getattr(step_plan, field.name) for field in fields(step_plan)}
-                content["plan"] = step_plan.plan.to_json()
+                content = {each.name: getattr(step_plan, each.name) for each in fields(step_plan) if each.init}
             except SeqloomError as error:  # all ranks refuse together and none waits
                 content = {"error": str(error)}
         content = self._broadcast(content)
         if "error" in content:
             raise SeqloomError(f"step {step} cannot be planned: {content['error']}")
-        step_plan = StepPlan(**content | {"plan": Plan.from_json(content["plan"])})
+        step_plan = StepPlan(**content)
         self._check_all_ranks(step, lengths, step_plan)
         return step_plan
 
@@ -337,10 +373,16 @@ class PlanBroadcast:
         return json.loads(self.transport.broadcast(payload))
 
     def _check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
-        """Compare step, lengths and plan hash over all ranks, before any rank acts on them."""
+        """Compare step, lengths and, of the first plan, the hash over all ranks, before any rank acts on them.
+
+        All ranks get the same text. They hash what they have read of the first one, to notice a rank of another
+        version; hashing takes as long as writing the plan to JSON.
+        """
         plan = step_plan.plan
         matches = [step_plan.step == step, list(plan.documents) == np.asarray(lengths).tolist()]
-        mine = [*map(int, matches), int(plan.hash[:15], 16), step]
+        digest = step_plan.plan_hash if self._hash_compared else plan.hash
+        self._hash_compared = True
+        mine = [*map(int, matches), int(digest[:15], 16), step]
         rows = _gather(torch.tensor(mine, dtype=torch.int64, device=self.device), self.transport).tolist()
         for rank, (same_step, same_lengths, digest, its_step) in enumerate(rows):
             if not same_step:
@@ -401,7 +443,7 @@ def run_builds(
                 show(f"compiling kernels {done}/{len(builds)}")
 
     run(share, 0)
-    gather_scalars(0.0, transport, device).tolist()  # all ranks have compiled their share
+    gather_values([0.0], transport, device).tolist()  # all ranks have compiled their share
     run(rest, len(share))
 
 
@@ -410,9 +452,20 @@ def _dummy_rows(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids
 
 
-def gather_scalars(value: float, transport: Transport, device: torch.device) -> torch.Tensor:
-    """Return the values of all ranks, which wait for each other here; float64[ranks]."""
-    return _gather(torch.tensor([value], dtype=torch.float64, device=device), transport)[:, 0]
+def find_peak_flops(described: Device, device: torch.device) -> float | None:
+    """Return the dense bfloat16 peak of a GPU, FLOP/s, by the cluster's description.
+
+    None: not known, on a CPU, or where the description is not of this GPU (`plan.cluster` names another).
+    """
+    if device.type != "cuda":
+        return None
+    family = described.name.split("-")[0].lower()  # of "A100-80G", which torch calls "NVIDIA A100-SXM4-80GB"
+    return 1e12 * described.peak_tflops if family in torch.cuda.get_device_name(device).lower() else None
+
+
+def gather_values(values: Sequence[float], transport: Transport, device: torch.device) -> torch.Tensor:
+    """Return the values of all ranks, which wait for each other here; float64[ranks, values]."""
+    return _gather(torch.tensor(values, dtype=torch.float64, device=device), transport)
 
 
 def _gather(mine: torch.Tensor, transport: Transport) -> torch.Tensor:

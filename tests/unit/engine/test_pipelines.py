@@ -134,7 +134,7 @@ def test_a_plan_may_be_run_again_and_evaluated_and_leaves_nothing_behind(threads
     told = threads(4).run(body, strict=True)
     for found, result in told:
         assert np.allclose(found, [(wanted.loss, wanted.norm, wanted.loss)] * 2, rtol=1e-12)
-        assert result.wait_s > 0 and result.step_s > result.forward_s + result.backward_s + result.wait_s
+        assert result.messages_s > 0 and result.step_s > result.forward_s + result.backward_s + result.messages_s
     assert sum(result.tokens for _, result in told) == 2 * sum(STEP.lengths), "every stage has all tokens"
 
 

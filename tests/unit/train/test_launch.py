@@ -228,3 +228,28 @@ def test_python_needs_its_development_files(machine):
     machine("g++", headers=False)
     with pytest.raises(SeqloomError, match=r"Python\.h \(the development files"):
         check_compilers("cpu")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "described"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40G"),
+        ("NVIDIA L40S", "L40S"),
+    ],
+)
+def test_the_cluster_of_a_launcher_is_made_of_its_gpus(monkeypatch, gpu, described):
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "gpu_name", lambda: gpu)
+    assert launch.spell_nodes([JobRank(rank, 4, rank % 2, 2) for rank in range(4)]) == f"2x2x{described}"
+
+
+def test_a_gpu_that_nobody_has_described_is_refused(monkeypatch):
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "gpu_name", lambda: "NVIDIA GeForce RTX 4090")
+    with pytest.raises(
+        SeqloomError, match=r"'NVIDIA GeForce RTX 4090' is none of those described .*A100-40G.*name the"
+    ):
+        launch.spell_nodes([JobRank(0, 1, 0, 1)])

@@ -5,12 +5,28 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from statistics import fmean
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from seqloom.errors import SeqloomError
-from seqloom.train.logging import Metrics, StepRecord, open_display, open_trackers, read_steps, summarize
+from seqloom.train.logging import (
+    PHASES,
+    Metrics,
+    RankMeasurement,
+    StartUp,
+    StepRecord,
+    format_step,
+    open_display,
+    open_trackers,
+    read_steps,
+    summarize,
+    summarize_ranks,
+)
 
 
 def record(step, **values):
@@ -43,7 +59,9 @@ class Recorder:
 
 def test_a_step_is_one_line_with_all_figures(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
-    made = record(1, predicted_ms=90.0, planner_wait_ms=25.0, gap_to_bound=0.1, idle_share=0.2, planner="flex")
+    planned = {"predicted_ms": 90.0, "planner_wait_ms": 25.0, "gap_to_bound": 0.1, "idle_share": 0.2, "planner": "flex"}
+    phases = dict(zip(PHASES, (1.0, 2.0, 30.0, 60.0, 3.0, 2.5, 1.5), strict=True))
+    made = record(1, **planned, **phases, mfu=0.4, memory_allocated_gib=70.5, memory_reserved_gib=75.0)
     with Metrics(path) as metrics:
         metrics.step(made)
         assert lines(path) == [  # before the file is closed
@@ -63,9 +81,53 @@ def test_a_step_is_one_line_with_all_figures(tmp_path):
                 "plan_hash": "",
                 "shape": "",
                 "fallback": False,
+                "mfu": 0.4,
+                "memory_allocated_gib": 70.5,
+                "memory_reserved_gib": 75.0,
+                "bind_ms": 1.0,
+                "rows_ms": 2.0,
+                "forward_ms": 30.0,
+                "backward_ms": 60.0,
+                "messages_ms": 3.0,
+                "parameters_ms": 2.5,
+                "optimiser_ms": 1.5,
             }
         ]
     assert read_steps(path) == [made]
+
+
+def test_files_without_the_newer_metrics_are_read(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "loss": 4.9, "tokens": 1000, "lr": 0.001, "grad_norm": 0.5, "measured_ms": 100.0}\n')
+    assert read_steps(path) == [record(1)]
+    summary = summarize(read_steps(path))
+    assert summary["measured_ms"] == 100.0 and summary["mfu"] is summary["forward_ms"] is None
+
+
+MEASURED = st.builds(
+    RankMeasurement,
+    *(st.floats(1e-6, 1e3) for _ in range(8)),
+    *(st.integers(1, 1 << 38).map(float) for _ in range(2)),
+)
+
+
+@given(st.lists(MEASURED, min_size=1, max_size=9), st.floats(1e6, 1e18), st.floats(1e12, 1e16))
+def test_what_ranks_measured_becomes_one_record(ranks, flops, peak):
+    """The slowest rank's step, the mean of every phase, the fullest rank's memory."""
+    found = record(1, **summarize_ranks(ranks, flops, peak))
+    slowest = max(each.step_s for each in ranks)
+    assert found.measured_ms == pytest.approx(1e3 * slowest)
+    assert found.mfu == pytest.approx(flops / peak / len(ranks) / slowest)
+    assert found.memory_allocated_gib == max(each.allocated for each in ranks) / 2**30
+    assert found.memory_reserved_gib == max(each.reserved for each in ranks) / 2**30
+    for name, phase in zip(RankMeasurement._fields[1:8], PHASES, strict=True):
+        assert getattr(found, phase) == pytest.approx(1e3 * fmean(getattr(each, name) for each in ranks))
+
+
+def test_memory_and_mfu_of_a_cpu_are_not_known():
+    on_cpu = RankMeasurement(1.0, *[0.1] * 7, allocated=0, reserved=0)
+    found = summarize_ranks([on_cpu, on_cpu], 1e12, None)
+    assert [found[name] for name in ("mfu", "memory_allocated_gib", "memory_reserved_gib")] == [None] * 3
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
@@ -123,8 +185,10 @@ def test_a_full_disk_is_a_clear_error(tmp_path):
 def test_the_summary_has_the_names_of_the_contract_and_leaves_the_first_step_out_of_times():
     steps = [
         record(1, measured_ms=9e9),
-        record(2, measured_ms=100.0, planner_wait_ms=0.0, predicted_ms=80.0, gap_to_bound=0.5),
-        record(3, measured_ms=200.0, planner_wait_ms=100.0, tokens=3000),
+        record(2, measured_ms=100.0, predicted_ms=80.0, gap_to_bound=0.5, mfu=0.4, memory_allocated_gib=7.0),
+        record(
+            3, measured_ms=200.0, planner_wait_ms=100.0, tokens=3000, mfu=0.5, memory_allocated_gib=6.0, rows_ms=3.0
+        ),
     ]
     assert summarize(steps) == {
         "steps": 3,
@@ -135,6 +199,11 @@ def test_the_summary_has_the_names_of_the_contract_and_leaves_the_first_step_out
         "measured_ms": 150.0,
         "planner_wait_ms": 50.0,
         "gap_to_bound": 0.5,
+        "mfu": pytest.approx(0.45),
+        **dict.fromkeys(PHASES),
+        "rows_ms": 3.0,
+        "memory_allocated_gib": 7.0,
+        "memory_reserved_gib": None,
     }
 
 
@@ -203,6 +272,11 @@ def test_one_plain_line_per_step_where_nobody_looks():
         "step   7/100  loss 4.5679  99,585 tokens/s  lr 1.00e-03  norm 0.812  120 ms (predicted 110 ms)  wait 500 us  "
         "gap 4.2 %  idle 10.0 %  flex\ncheckpoint written\n"
     )
+
+
+def test_mfu_and_memory_are_shown_where_they_are_known():
+    known = replace(RECORD, mfu=0.4127, memory_allocated_gib=70.52, memory_reserved_gib=75.0)
+    assert "wait 500 us  mfu 41.3 %  memory 70.5/75.0 GiB  gap 4.2 %" in format_step(known)
 
 
 def test_what_is_not_known_is_left_out_and_a_late_planner_is_named():
@@ -323,3 +397,14 @@ def test_trackio(tmp_path, calls):
         tracker.close()
     assert [call[1]["resume"] for call in calls if call[0] == "init"] == ["never", "allow"]
     assert calls[1:3] == [("log", {"loss": 1.5}, 1), ("finish",)]
+
+
+def test_phases_of_the_start_are_shown_and_timed(monkeypatch):
+    seconds, stream = iter([0.0, 1.0, 3.5, 4.0]), io.StringIO()
+    monkeypatch.setattr("seqloom.train.logging.time.monotonic", lambda: next(seconds))
+    start = StartUp(stream)
+    start.enter("connecting")
+    start.enter("compiling kernels")
+    start.show("compiling kernels 2/4")
+    assert stream.getvalue() == "start: connecting\nstart: compiling kernels\nstart: compiling kernels 2/4\n"
+    assert start.summary() == "first step done 4.0 s after the rank's start: connecting 2.5, compiling kernels 0.5"

@@ -9,10 +9,11 @@ import seqloom as sl
 from seqloom.api import cost_model
 from seqloom.attention import AttentionSpec, attention_builds
 from seqloom.attention.kernels import KernelBuild
+from seqloom.describe import Cluster
 from seqloom.dist import run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
-from seqloom.plan import Plan
+from seqloom.plan import Plan, json
 from seqloom.planners import make_plan
 from seqloom.planners.plan_ahead import StepPlan
 from seqloom.train import trainer
@@ -34,9 +35,8 @@ class Fixed:
     def take(self, step, lengths):
         if self.error:
             raise SeqloomError(self.error)
-        return StepPlan(
-            step if self.step is None else self.step, make_plan("flex", lengths, COST), 5, 7, 9, "it was late"
-        )
+        plan, number = make_plan("flex", lengths, COST), step if self.step is None else self.step
+        return StepPlan(number, plan.to_json(), plan.hash, 9, plan_ns=5, wait_ns=7, fallback_reason="it was late")
 
 
 def take(ahead, lengths_of=lambda rank: LENGTHS):
@@ -97,10 +97,45 @@ def test_another_plan_on_a_rank_is_noticed(monkeypatch):
         take(Fixed())
 
 
+def test_ranks_parse_a_plan_once_and_hash_only_the_first(monkeypatch):
+    plan = make_plan("flex", LENGTHS, COST)
+    text, digest = plan.to_json(), plan.hash
+    ahead, read, hashed = Fixed(), [], []
+    ahead.take = lambda step, lengths: StepPlan(step, text, digest, 9)
+    from_json, content_hash = Plan.from_json.__func__, json.content_hash
+    monkeypatch.setattr(Plan, "from_json", classmethod(lambda cls, text: read.append(text) or from_json(cls, text)))
+    monkeypatch.setattr(json, "content_hash", lambda each: hashed.append(each) or content_hash(each))
+
+    def body(transport):
+        plans = PlanBroadcast(transport, ahead if transport.rank == 0 else None)
+        return [plans.take(step, LENGTHS) for step in (1, 2, 3)]
+
+    taken = run_ranks(4, body, strict=True)
+    assert (len(read), len(hashed)) == (3 * 4, 4)
+    assert all(each.plan == plan and each.plan_hash == plan.hash for rank in taken for each in rank)
+
+
 def test_plans_of_the_root_are_broadcast():
     plans = [make_plan(name, LENGTHS, COST) for name in ("flex", "static")]
     found = run_ranks(4, lambda t: PlanBroadcast(t, None).broadcast(plans if t.rank == 0 else None), strict=True)
     assert found == [plans] * 4
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpu", "tflops"),
+    [
+        ("1x8xH200", "NVIDIA H200", 989),
+        ("1x8xA100-80G", "NVIDIA A100-SXM4-80GB", 312),
+        ("1x8xH200", "NVIDIA A100-SXM4-80GB", None),
+        ("1x8xCPU", "NVIDIA H200", None),
+    ],
+)
+def test_the_peak_is_that_of_the_gpu_that_the_cluster_describes(monkeypatch, cluster, gpu, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    described = Cluster.parse(cluster).device
+    found = trainer.find_peak_flops(described, torch.device("cuda:0"))
+    assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
+    assert trainer.find_peak_flops(described, torch.device("cpu")) is None
 
 
 def test_every_degree_of_the_plans_and_every_spec_of_the_model_is_built(monkeypatch):

@@ -44,7 +44,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape
-from seqloom.describe import ModelSpec
+from seqloom.cost.compute import forward_flops
 from seqloom.plan import Method, Plan, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.packing import best_fit_decreasing, next_fit
 from seqloom.planners.problem import (
@@ -167,7 +167,7 @@ def _over_all_ranks(lengths: np.ndarray, cost: CostModel, name: str, method: Met
 
 def plan_hybrid_dp(lengths: np.ndarray, cost: CostModel) -> Plan:
     """Plan a batch, int64[n] tokens, with ranks per document by capacity, balanced by FLOPs."""
-    work = flops(cost.padded_lengths(lengths), cost.model)
+    work = forward_flops(cost.padded_lengths(lengths), cost.model)
     return tuned_plan(lengths, cost, "hybrid-dp", lambda tokens, capacity: hand_out(tokens, work, capacity, cost.ranks))
 
 
@@ -196,12 +196,6 @@ def units(tokens: np.ndarray, work: np.ndarray, capacity: int) -> list[tuple[lis
     found = [([document], -(-int(tokens[document]) // capacity)) for document in long]
     found += [(short[members].tolist(), 1) for members in best_fit_decreasing(tokens[short], capacity)]
     return sorted(found, key=lambda unit: (-float(work[unit[0]].sum()) / unit[1], unit[0]))
-
-
-def flops(tokens: np.ndarray, model: ModelSpec) -> np.ndarray:
-    """float64[n] forward FLOPs of documents: products with the weights, and attention under a causal mask."""
-    sizes = tokens.astype(np.float64)
-    return 2 * model.matmul_parameters * sizes + 2 * model.layers * model.heads * model.head_dim * sizes * sizes
 
 
 def plan_megatron(lengths: np.ndarray, cost: CostModel) -> Plan:
