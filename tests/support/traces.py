@@ -1,0 +1,125 @@
+"""What torch.profiler has recorded of one rank: which kernels ran beside which, and where the host waited for the GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+"""Calls that return only when the GPU has done something."""
+
+
+class Interval(NamedTuple):
+    """Microseconds on the clock of the trace."""
+
+    start: float
+    stop: float
+
+
+class Kernel(NamedTuple):
+    """A kernel or a copy on the GPU."""
+
+    name: str
+    stream: int
+    interval: Interval
+
+    @property
+    def verb(self) -> str | None:
+        """Verb of NCCL, such as AllGather or SendRecv; None: it computes."""
+        found = re.match(r"nccl\w*?_(AllGather|ReduceScatter|AllReduce|SendRecv|Broadcast)", self.name)
+        return found[1] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A profiled run.
+
+    Attributes:
+        kernels: in the order of their starts.
+        waits: when the host called something that waits for the GPU, by name.
+        ranges: of `torch.profiler.record_function`, by name.
+    """
+
+    kernels: tuple[Kernel, ...]
+    waits: tuple[tuple[str, Interval], ...]
+    ranges: tuple[tuple[str, Interval], ...]
+
+    @classmethod
+    def of(cls, events: Iterable[dict[str, Any]]) -> Trace:
+        """Read the events of a Chrome trace."""
+        kernels, waits, ranges = [], [], []
+        for event in events:
+            if event.get("ph") != "X":
+                continue
+            name, interval = event["name"], Interval(event["ts"], event["ts"] + event["dur"])
+            if event.get("cat") in ("kernel", "gpu_memcpy"):
+                kernels.append(Kernel(name, event["args"]["stream"], interval))
+            elif event.get("cat") == "cuda_runtime" and name in WAITS:
+                waits.append((name, interval))
+            elif event.get("cat") == "user_annotation":
+                ranges.append((name, interval))
+        return cls(tuple(sorted(kernels, key=lambda each: each.interval)), tuple(waits), tuple(ranges))
+
+    def of_verb(self, verb: str) -> list[Kernel]:
+        """Return the kernels of a verb of NCCL."""
+        return [kernel for kernel in self.kernels if kernel.verb == verb]
+
+    def compute(self) -> list[Kernel]:
+        """Return the kernels that compute."""
+        return [kernel for kernel in self.kernels if kernel.verb is None and not kernel.name.startswith("Mem")]
+
+    def beside(self, verb: str) -> float:
+        """Return how long kernels compute while one of the verb runs on another stream, as a share of the shorter."""
+        ours, theirs = (union([k.interval for k in found]) for found in (self.compute(), self.of_verb(verb)))
+        shorter = min(total(ours), total(theirs))
+        return total(intersection(ours, theirs)) / shorter if shorter else 0.0
+
+    def waits_in(self, name: str) -> list[str]:
+        """Return what waits for the GPU inside the ranges of this name."""
+        inside = [interval for each, interval in self.ranges if each == name]
+        return [call for call, at in self.waits if any(low <= at.start < high for low, high in inside)]
+
+
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """Join intervals that overlap."""
+    joined: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if joined and start <= joined[-1].stop:
+            joined[-1] = Interval(joined[-1].start, max(stop, joined[-1].stop))
+        else:
+            joined.append(Interval(start, stop))
+    return joined
+
+
+def intersection(ours: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
+    """Return where intervals of both lists overlap."""
+    return [
+        Interval(max(a.start, b.start), min(a.stop, b.stop))
+        for a in ours
+        for b in theirs
+        if max(a.start, b.start) < min(a.stop, b.stop)
+    ]
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Return the microseconds of intervals that do not overlap."""
+    return sum(stop - start for start, stop in intervals)
+
+
+def traced(body: Callable[[], object]) -> Trace:
+    """Run a body under torch.profiler."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        body()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return Trace.of(json.loads(path.read_text())["traceEvents"])
