@@ -14,6 +14,7 @@ import torch
 from seqloom.data import StoreWriter
 from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.logging import read_steps
+from support.processes import ranks_of
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
@@ -69,24 +70,11 @@ def train_until_killed(*arguments, after):
             while not any(step >= after for step, _ in complete_checkpoints(folder)):
                 assert launcher.poll() is None and time.monotonic() < until
                 time.sleep(0.05)
-            os.kill(_a_rank_of(launcher.pid), signal.SIGKILL)
+            os.kill(ranks_of(launcher.pid)[-1], signal.SIGKILL)
             _, said = launcher.communicate(timeout=LIMIT_S)
         finally:
             launcher.kill()
     return launcher.returncode, said
-
-
-def _a_rank_of(launcher):
-    """The last process that the launcher's fork server has started."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(fields[1]), (folder / "cmdline").read_text()
-        except OSError:
-            continue
-    server = next(pid for pid, (parent, line) in parents.items() if parent == launcher and "forkserver" in line)
-    return max(pid for pid, (parent, line) in parents.items() if parent == server and "resource_tracker" not in line)
 
 
 @pytest.mark.parametrize("name", RECIPES)
