@@ -211,6 +211,7 @@ def run_on_processes(
     *arguments: Any,
     preload: str | None = None,
     share_gpu: bool = False,
+    on_cpu: bool = False,
     timeout: timedelta | None = None,
     way_out: str = "try fewer ranks, or a smaller model",
     leaves: bool = False,
@@ -225,7 +226,7 @@ def run_on_processes(
     A body that `leaves` runs under a `Watchdog`: signals to leave that reach this process, if it calls from its main
     thread, are passed on to it.
     """
-    check_gpus(ranks, share_gpu=share_gpu)
+    check_gpus(ranks, share_gpu=share_gpu or on_cpu)
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
     context = cast("DefaultContext", mp.get_context(method))
     if method == "forkserver":
@@ -234,7 +235,8 @@ def run_on_processes(
     signals = SignalPipe(LEAVE_SIGNALS) if forwards else None
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
-        process_arguments = (ranks, folder, share_gpu, timeout, body, arguments)
+        options = {"share_gpu": share_gpu, "on_cpu": on_cpu, "timeout": timeout}
+        process_arguments = (ranks, folder, options, body, arguments)
         try:
             with allocator_environment(), blocked_signals():
                 for rank in range(ranks):
@@ -291,12 +293,14 @@ def _process_main(
     rank: int,
     ranks: int,
     folder: str,
-    share_gpu: bool,
-    timeout: timedelta | None,
+    options: dict[str, Any],
     body: Body,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Take this rank's share of the cores, connect through a file in `folder`, run the body, leave rank 0's result."""
+    """Take this rank's share of the cores, connect through a file in `folder`, run the body, leave rank 0's result.
+
+    `options` are those of `init_process_group`.
+    """
 
     def report(text: str) -> None:
         (Path(folder) / f"failed-{rank}").write_text(text)
@@ -305,7 +309,7 @@ def _process_main(
     receive_signals()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     job_rank, store = JobRank(rank, ranks, rank, ranks), dist.FileStore(str(Path(folder) / "store"), ranks)
-    connect = partial(init_process_group, job_rank, share_gpu=share_gpu, store=store, timeout=timeout)
+    connect = partial(init_process_group, job_rank, store=store, **options)
     result = _run_body(body, arguments, job_rank, connect, report)
     if rank == 0:
         torch.save(result, Path(folder) / "result")
