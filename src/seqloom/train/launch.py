@@ -54,6 +54,10 @@ START_S = 600.0
 """Seconds that ranks may take to start and connect, whatever run.timeout_s is."""
 EXIT_FAILED = 2
 """Exit code of a rank that could not continue."""
+WATCHED_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch's own watchdogs abort a process whose NCCL peer is gone, or that hangs for 8 minutes, without a word about step
+and plan. Ranks that are started here have a `Watchdog` and a launcher for it; under another launcher torch's defaults
+are the quickest way out. A setting of the user is never changed."""
 
 
 class RankProcess(NamedTuple):
@@ -111,7 +115,7 @@ def train_on_processes(
         share_gpu=share_gpu,
         timeout=_torch_timeout(config),
         way_out="the last checkpoint is intact: run the same command to go on from it",
-        leaves=True,
+        watched=True,
     )
     if "left" in summary:
         raise LeftEarly(summary["left"])
@@ -214,7 +218,7 @@ def run_on_processes(
     on_cpu: bool = False,
     timeout: timedelta | None = None,
     way_out: str = "try fewer ranks, or a smaller model",
-    leaves: bool = False,
+    watched: bool = False,
 ) -> Any:
     """Start `ranks` processes on this machine, wait for them, and return the body's result on rank 0.
 
@@ -223,20 +227,20 @@ def run_on_processes(
     module and `preload` once: loading takes seconds of a core, forking none; the server has no threads yet and has not
     touched a GPU.
 
-    A body that `leaves` runs under a `Watchdog`: signals to leave that reach this process, if it calls from its main
-    thread, are passed on to it.
+    A body that is `watched` runs under a `Watchdog`: signals to leave that reach this process, if it calls from its
+    main thread, are passed on to it, and torch leaves it to the watchdog to end a rank (`WATCHED_NCCL`).
     """
     check_gpus(ranks, share_gpu=share_gpu or on_cpu)
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
     context = cast("DefaultContext", mp.get_context(method))
     if method == "forkserver":
         context.set_forkserver_preload([__name__, body.__module__, *filter(None, [preload])])
-    forwards = leaves and threading.current_thread() is threading.main_thread() and sys.platform != "win32"
+    forwards = watched and threading.current_thread() is threading.main_thread() and sys.platform != "win32"
     signals = SignalPipe(LEAVE_SIGNALS) if forwards else None
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         options = {"share_gpu": share_gpu, "on_cpu": on_cpu, "timeout": timeout}
-        process_arguments = (ranks, folder, options, body, arguments)
+        process_arguments = (ranks, folder, watched, options, body, arguments)
         try:
             with allocator_environment(), blocked_signals():
                 for rank in range(ranks):
@@ -251,7 +255,7 @@ def run_on_processes(
             if signals is not None:
                 signals.close()
         if codes != [0] * ranks:
-            raise _failure(Path(folder), codes, way_out, leaves=leaves)
+            raise _failure(Path(folder), codes, way_out, watched=watched)
         return torch.load(Path(folder) / "result", weights_only=True)
 
 
@@ -293,6 +297,7 @@ def _process_main(
     rank: int,
     ranks: int,
     folder: str,
+    watched: bool,
     options: dict[str, Any],
     body: Body,
     arguments: tuple[Any, ...],
@@ -307,6 +312,8 @@ def _process_main(
 
     end_with_parent(EXIT_FAILED)
     receive_signals()
+    for name, value in WATCHED_NCCL.items() if watched else ():
+        os.environ.setdefault(name, value)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     job_rank, store = JobRank(rank, ranks, rank, ranks), dist.FileStore(str(Path(folder) / "store"), ranks)
     connect = partial(init_process_group, job_rank, store=store, **options)
@@ -336,17 +343,17 @@ def _run_body(
     os._exit(EXIT_FAILED)
 
 
-def _failure(folder: Path, codes: Sequence[int | None], way_out: str, *, leaves: bool) -> SeqloomError:
+def _failure(folder: Path, codes: Sequence[int | None], way_out: str, *, watched: bool) -> SeqloomError:
     """Say which ranks died by their exit codes (-9: killed by signal 9), and what the first rank wrote into `folder`.
 
-    None are ranks that others have ended. Ranks of a body that leaves do so by themselves before its first step.
+    None are ranks that others have ended. Watched ranks leave by themselves, one by one, before the first step.
     """
     files = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
     reports = [(path.name.removeprefix("failed-"), path.read_text().strip()) for path in files]
     by_signal = {-code for code in codes if code is not None and code < 0} & LEAVE_SIGNALS
-    if leaves and LeftEarly.exit_code in codes:
+    if watched and LeftEarly.exit_code in codes:
         return LeftEarly(reports[0][1])
-    if leaves and by_signal:
+    if watched and by_signal:
         return LeftEarly(_left_before_steps(None))
     ended = [(rank, code) for rank, code in enumerate(codes) if code]
     dead = [f"rank {rank} has died ({signal.Signals(-code).name})" for rank, code in ended if code < 0]

@@ -1,5 +1,6 @@
 """Starting ranks: the watchdog, the allocator's setting, and compilers that are missing."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from seqloom.train.launch import (
     ALLOCATOR_SETTING,
     ALLOCATOR_VARIABLES,
     EXIT_FAILED,
+    WATCHED_NCCL,
     Watchdog,
     allocator_advice,
     allocator_environment,
@@ -30,6 +32,15 @@ from support.runs import be_stuck
 GLOO = "[/third_party/gloo/tcp/pair.cc:537] Read error [127.0.0.1]:48049: Connection reset by peer. This is typical"
 STEP = "step 7, plan 0123456789ab"
 SHOW = f"import os; print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES!r}])"
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """A watchdog leaves signals ignored in a process that will end."""
+    before = {each: signal.getsignal(each) for each in (*LEAVE_SIGNALS, END)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def words_after(error: BaseException, folder: Path, phase: str = STEP) -> str:
@@ -99,17 +110,12 @@ def test_a_signal_during_steps_is_a_request_and_the_warning_of_slurm_does_not_co
 
 
 def test_after_the_checkpoint_signals_have_no_effect(tmp_path):
-    before = {each: signal.getsignal(each) for each in LEAVE_SIGNALS}
-    try:
-        with Watchdog(4, 30, tmp_path, print) as watchdog:
-            watchdog.begin_steps()
-            watchdog.finish_leaving()
-            for _ in range(3):
-                os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with Watchdog(4, 30, tmp_path, print) as watchdog:
+        watchdog.begin_steps()
+        watchdog.finish_leaving()
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_request_that_is_not_met_in_time_is_reported_once(tmp_path, monkeypatch):
@@ -196,6 +202,37 @@ def test_ranks_are_started_with_it(unset, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         launch.run_on_processes(print, 2)
     assert found[ALLOCATOR_VARIABLES[0]] == ALLOCATOR_SETTING and ALLOCATOR_VARIABLES[0] not in os.environ
+
+
+def environment_of_rank(process):
+    return {name: os.environ.get(name) for name in WATCHED_NCCL}
+
+
+@pytest.mark.distributed
+def test_only_watched_ranks_keep_torch_from_aborting_them(fork_server):
+    assert launch.run_on_processes(environment_of_rank, 1, watched=True) == WATCHED_NCCL
+    assert launch.run_on_processes(environment_of_rank, 1) == dict.fromkeys(WATCHED_NCCL)
+
+
+def die_or_hang(process, folder):
+    """Rank 0 dies; the others are in a call that never returns, as one that waits for a GPU."""
+    with Watchdog(process.ranks, 600, folder, process.report) as watchdog:
+        watchdog.enter_phase(STEP)
+        watchdog.begin_steps()
+        dist.barrier()
+        if process.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while ctypes.CDLL(None).sleep(60):
+            pass
+
+
+@pytest.mark.distributed
+def test_ranks_that_hang_are_ended_with_a_report_when_one_has_died(fork_server, tmp_path):
+    with pytest.raises(SeqloomError) as found:
+        launch.run_on_processes(die_or_hang, 2, tmp_path, watched=True)
+    assert str(found.value).startswith(
+        f"rank 0 has died (SIGKILL); rank 1: {STEP}: one of 2 ranks has died or hangs (ended"
+    )
 
 
 WAY_OUT = "install it, or set model.compile = false"
