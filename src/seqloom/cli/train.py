@@ -39,7 +39,8 @@ def train(
     """Train with a fresh plan for every step.
 
     Starts processes on this machine itself, or is one of those that torchrun or srun has started. Goes on from the
-    latest checkpoint of the output folder.
+    latest checkpoint of the output folder. At SIGTERM, SIGINT or SIGUSR1 it finishes the step, writes a checkpoint and
+    exits with code 75.
 
     \b
     Example:
