@@ -100,7 +100,7 @@ def test_one_rank_is_asked_and_all_leave_after_the_same_step(pair, place, undist
     assert latest[0] == left_after and len(logged(place / run)) < len(undisturbed)
     for summary, calls in found:
         assert summary["left"].startswith(f"left after step {left_after} of 6, asked by a signal; {latest[1]} is")
-        assert calls == ["begin_steps", "finish_leaving"]
+        assert calls == ["begin_steps", "finish"]
     pair.run(train_until_asked, configured(place, run), "never")
     assert logged(place / run) == undisturbed
 

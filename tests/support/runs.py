@@ -110,9 +110,9 @@ class AskedInPhase:
         """Note the call."""
         self.calls.append("begin_steps")
 
-    def finish_leaving(self) -> None:
+    def finish(self) -> None:
         """Note the call."""
-        self.calls.append("finish_leaving")
+        self.calls.append("finish")
 
 
 def train_until_asked(transport: Transport, config: Config, phase: str) -> tuple[dict[str, Any], list[str]]:

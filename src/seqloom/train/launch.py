@@ -390,7 +390,7 @@ class Watchdog:
         self._phase = ""
         self._details: Callable[[], str] = str
         self._deadline = time.monotonic() + max(timeout_s, START_S)
-        self._has_steps = self._has_left = False
+        self._has_steps = self._has_finished = False
         self._urgent, self._asked_at = 0, inf
         self.asked_to_leave = False
 
@@ -406,9 +406,9 @@ class Watchdog:
         """Note that steps follow, whose result a process that ends at once would lose."""
         self._has_steps = True
 
-    def finish_leaving(self) -> None:
-        """Note that the checkpoint is complete: no signal to leave has an effect from now on, also after the `with`."""
-        self._has_left = True
+    def finish(self) -> None:
+        """Note that all is on disk: no signal to leave has an effect from now on, also after the `with`."""
+        self._has_finished = True
 
     def __enter__(self) -> Self:
         self._signals = SignalPipe({*LEAVE_SIGNALS, END})
@@ -420,7 +420,7 @@ class Watchdog:
         """Stop the thread. After an error signals stay without effect, since the process still has to report it."""
         self._signals.wake()
         self._thread.join()
-        self._signals.close(restore=error is None and not self._has_left)
+        self._signals.close(restore=error is None and not self._has_finished)
         if error is None:
             return
         if isinstance(error, dist.DistError) or (
@@ -439,7 +439,7 @@ class Watchdog:
             now = time.monotonic()
             if now >= self._deadline:
                 self._end(self._lost_rank_message(f"nothing has moved for {self._timeout_s:g} s", self._details()))
-            if now >= self._asked_at + _LATE_S and self._deadline < inf and not self._has_left:
+            if now >= self._asked_at + _LATE_S and self._deadline < inf and not self._has_finished:
                 self._report(self._late_message())
                 self._asked_at = inf
             for number in self._signals.read(min(self._deadline - now, _POLL_S)):
@@ -452,7 +452,7 @@ class Watchdog:
         if number == END:
             reason = "ended by the launcher, after another rank has died"
             self._end(self._lost_rank_message(reason, self._details()))
-        elif self._has_left or number not in LEAVE_SIGNALS:
+        elif self._has_finished or number not in LEAVE_SIGNALS:
             return
         elif not self._has_steps:
             self._end(_left_before_steps(self._latest()), LeftEarly.exit_code)

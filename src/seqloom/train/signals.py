@@ -1,9 +1,11 @@
 """Signals that ask a run to leave: which they are, how a process reads them, and how it starts others without them.
 
-SIGTERM, SIGINT    finish the step, write a checkpoint, leave; the second one ends the process at once
-SIGUSR1            the same, but never counts as a second one: Slurm sends it some time before SIGTERM, and the
-                   launcher sends it to its ranks, which may have had the signal from the terminal as well
-SIGUSR2            from the launcher to its ranks: end at once, since a rank has died or a second signal has come
+    SIGTERM, SIGINT    finish the step, write a checkpoint, leave; the second one ends the process at once
+    SIGUSR1            the same, but never counts as a second one: Slurm sends it some time before SIGTERM, and the
+                       launcher sends it to its ranks, which may have had the signal from the terminal as well
+    SIGUSR2            from the launcher to its ranks: end at once, since a rank has died or a second signal has come
+
+`launch` reads them, in the launcher and in every rank; the trainer decides with all ranks after which step to leave.
 """
 
 from __future__ import annotations

@@ -139,6 +139,8 @@ class Trainer(AbstractContextManager):
         state = gather_state_dict(self.adapter.module, self.parameters, root=self.transport.rank == 0)
         if self.transport.rank == 0:
             self._model_family.save(self.config, self.adapter.module, state)
+        if self._watchdog is not None:
+            self._watchdog.finish()
         return {} if metrics is None else metrics.summary()
 
     def _planned_batches(self) -> Iterator[tuple[int, Batch]]:
@@ -220,7 +222,7 @@ class Trainer(AbstractContextManager):
         self.save_checkpoint(step)
         self.checkpoints.wait()
         if self._watchdog is not None:
-            self._watchdog.finish_leaving()
+            self._watchdog.finish()
         left = f"left after step {step:,} of {self.setup.steps:,}, asked by a signal"
         return {"left": f"{left}; {self.checkpoints.latest} is complete, and the same command goes on from it"}
 

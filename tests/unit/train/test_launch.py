@@ -112,7 +112,7 @@ def test_a_signal_during_steps_is_a_request_and_the_warning_of_slurm_does_not_co
 def test_after_the_checkpoint_signals_have_no_effect(tmp_path):
     with Watchdog(4, 30, tmp_path, print) as watchdog:
         watchdog.begin_steps()
-        watchdog.finish_leaving()
+        watchdog.finish()
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
