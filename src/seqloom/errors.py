@@ -12,6 +12,17 @@ from typing import Any
 class SeqloomError(ValueError):
     """A request that cannot be met. The command line prints it without a traceback and exits with code 2."""
 
+    exit_code = 2
+
+
+class LeftEarly(SeqloomError):  # noqa: N818 - nothing went wrong
+    """A run was asked to leave by a signal and has done so: what it has done, and how it goes on.
+
+    The exit code is EX_TEMPFAIL of sysexits.h: try again later.
+    """
+
+    exit_code = 75
+
 
 def unknown_name(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
     """Build the error for the name of a `kind`, such as ``"model"``, that is not an option; offer the nearest ones."""

@@ -13,6 +13,7 @@ import pytest
 
 from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.logging import read_steps
+from support.processes import ranks_of
 
 pytestmark = [
     pytest.mark.distributed,
@@ -61,20 +62,6 @@ LAUNCHERS = {
 }
 
 
-def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
-    """The process ids of the ranks, in their order: children of the launcher, or of the process that forks for it."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            found[int(folder.name)] = parent, (folder / "cmdline").read_text()
-        except OSError:
-            continue
-    helpers = [pid for pid, (parent, command) in found.items() if parent == launcher.pid and "forkserver" in command]
-    home = helpers[0] if helpers else launcher.pid
-    return sorted(p for p, (parent, command) in found.items() if parent == home and "resource_tracker" not in command)
-
-
 def interrupted(place: Path, how: str, rank: int, by: signal.Signals, limit: int) -> tuple[int, str]:
     """Train until the first checkpoint, send a rank a signal, and return the exit code and stderr."""
     (place / "tiny.toml").write_text(TINY)
@@ -84,7 +71,7 @@ def interrupted(place: Path, how: str, rank: int, by: signal.Signals, limit: int
             while not list((place / "run" / "checkpoints").glob("step-*")):
                 assert launcher.poll() is None, launcher.stderr.read()
                 time.sleep(0.05)
-            pids = ranks_of(launcher)
+            pids = ranks_of(launcher.pid)
             assert len(pids) == RANKS
             os.kill(pids[rank], by)
             _, said = launcher.communicate(timeout=BOUND_S)

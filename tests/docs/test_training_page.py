@@ -1,5 +1,6 @@
 """docs/training.md is run, one block after the other in one folder, and says what the code says."""
 
+import os
 import re
 import shutil
 from dataclasses import fields
@@ -8,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from seqloom.dist import run_in_mlp_layout
+from seqloom.errors import LeftEarly
 from seqloom.integrations.transformers.layers import MLP_NAMES
 from seqloom.models.loss import CHUNK
 from seqloom.plan import Checkpoint, Remap, Sharding
 from seqloom.profiling.verify import TOLERANCE
 from seqloom.train.config import Run
-from seqloom.train.launch import EXIT_FAILED
+from seqloom.train.launch import EXIT_FAILED, WATCHED_NCCL
 from seqloom.train.logging import StepRecord
 from seqloom.train.trainer import FIRST_PATIENCE_S, PATIENCE_S
 
@@ -45,6 +47,8 @@ def test_choices_and_numbers_are_those_of_the_code():
     assert rows == [*Sharding, *(kind for kind in Checkpoint if kind != Checkpoint.PROFILE)]
     assert f"({PATIENCE_S:g} s; the first may\ntake {FIRST_PATIENCE_S:g}" in PAGE
     assert f"`run.timeout_s` seconds ({Run(Path(), steps=1).timeout_s})" in PAGE
+    assert f"exit code {LeftEarly.exit_code} (`EX_TEMPFAIL`" in PAGE and LeftEarly.exit_code == os.EX_TEMPFAIL
+    assert all(f"`{name}={value}`" in PAGE for name, value in WATCHED_NCCL.items())
     assert f"exit code is {EXIT_FAILED}" in PAGE and f"{CHUNK:,} tokens at a time" in PAGE
     assert [f"{limit:g}" in ("1e-09", "1e-05") for limit in TOLERANCE.values()] == [True, True]
     assert "1e-9, or 1e-5" in PAGE

@@ -12,7 +12,6 @@ from seqloom.layout import Span
 from seqloom.models import ModelAdapter, Transformer
 from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.plan import Group, Sharding
-from support.scheduled import fixed_step
 from support.steps import one_stage_plan
 from support.traces import traced
 

@@ -1,4 +1,4 @@
-"""`seqloom train` over NCCL: recipes train, are killed, go on with other ranks, and end as if nothing had happened."""
+"""`seqloom train` over NCCL: recipes train, are killed or asked to leave, go on, and end as if nothing had happened."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ import torch
 from seqloom.data import StoreWriter
 from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.logging import read_steps
+from support.processes import ranks_of
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
@@ -61,32 +62,22 @@ def train(*arguments):
     return [record.loss for record in read_steps(arguments[3] / "metrics.jsonl")]
 
 
-def train_until_killed(*arguments, after):
-    """Kill a rank once a checkpoint is there; return the exit code and what was said."""
+def train_until(*arguments, after, ask=False):
+    """Kill a rank once a checkpoint is there, or ask the launcher to leave; return the exit code and what was said."""
     with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as launcher:
         try:
             until, folder = time.monotonic() + LIMIT_S, arguments[3] / "checkpoints"
             while not any(step >= after for step, _ in complete_checkpoints(folder)):
                 assert launcher.poll() is None and time.monotonic() < until
                 time.sleep(0.05)
-            os.kill(_a_rank_of(launcher.pid), signal.SIGKILL)
+            if ask:
+                launcher.send_signal(signal.SIGTERM)
+            else:
+                os.kill(ranks_of(launcher.pid)[-1], signal.SIGKILL)
             _, said = launcher.communicate(timeout=LIMIT_S)
         finally:
             launcher.kill()
     return launcher.returncode, said
-
-
-def _a_rank_of(launcher):
-    """The last process that the launcher's fork server has started."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(fields[1]), (folder / "cmdline").read_text()
-        except OSError:
-            continue
-    server = next(pid for pid, (parent, line) in parents.items() if parent == launcher and "forkserver" in line)
-    return max(pid for pid, (parent, line) in parents.items() if parent == server and "resource_tracker" not in line)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -94,8 +85,20 @@ def test_killed_and_resumed_is_undisturbed(device, corpus, tmp_path, name):
     ranks, changes, other_ranks, other_changes = RECIPES[name]
     whole = train(device, corpus, name, tmp_path / "whole", ranks, changes)
     assert len(whole) == STEPS and whole[-1] < whole[0]
-    code, said = train_until_killed(device, corpus, name, tmp_path / "killed", ranks, changes, after=4)
+    code, said = train_until(device, corpus, name, tmp_path / "killed", ranks, changes, after=4)
     assert code == 2 and "has died (SIGKILL)" in said and "Traceback" not in said, said[-4000:]
     resumed = train(device, corpus, name, tmp_path / "killed", other_ranks, {**changes, **other_changes})
     half = name == "qwen3-8xh200"
     np.testing.assert_allclose(resumed, whole, rtol=0.01 if half else 1e-4)
+
+
+def test_asked_to_leave_and_resumed_is_undisturbed(device, corpus, tmp_path):
+    steps = {"run.steps": 100_000, "schedule.kind": "constant"}
+    code, said = train_until(device, corpus, "tiny-cpu", tmp_path / "left", 4, steps, after=4, ask=True)
+    assert code == 75 and said.count("left after step") == 1 and "Traceback" not in said, said[-4000:]
+    done = complete_checkpoints(tmp_path / "left" / "checkpoints")[-1][0]
+    steps["run.steps"] = done + 2
+    resumed = train(device, corpus, "tiny-cpu", tmp_path / "left", 4, steps)
+    whole = train(device, corpus, "tiny-cpu", tmp_path / "whole", 4, steps)
+    assert len(resumed) == done + 2
+    np.testing.assert_allclose(resumed, whole, rtol=1e-4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -57,10 +56,10 @@ class PlansHere:
 class TrainerHere(Trainer):
     """A trainer whose first rank plans by itself; the others get its plans as ever."""
 
-    def __init__(self, plan: PlanStep, setup: RunSetup, transport: Transport) -> None:
+    def __init__(self, plan: PlanStep, setup: RunSetup, transport: Transport, **options: Any) -> None:
         """Plan by a function; everything else as in `Trainer`."""
         self._plan = plan
-        super().__init__(setup, transport)
+        super().__init__(setup, transport, **options)
 
     def _start_planner(self) -> PlanAhead | None:
         return PlansHere(self._plan, self.setup) if self.transport.rank == 0 else None  # type: ignore[return-value]
@@ -107,16 +106,45 @@ def logged(folder: Path, name: str) -> list[Any]:
     return [line[name] for line in lines if name in line]
 
 
-def be_stuck(folder: Path, phase: str, timeout_s: float, limited: bool, sends: bool) -> None:
-    """Be a rank under a watchdog in a call that never returns; `sends`: and that gets SIGTERM there."""
+class AskedInPhase:
+    """Stands for the watchdog of a rank that is asked to leave in a phase."""
+
+    def __init__(self, phase: str) -> None:
+        """Ask at the first phase whose name begins so."""
+        self._phase, self.asked_to_leave, self.calls = phase, False, []
+
+    def enter_phase(self, phase: str, **options: Any) -> None:
+        """Note the request."""
+        self.asked_to_leave |= phase.startswith(self._phase)
+
+    def begin_steps(self) -> None:
+        """Note the call."""
+        self.calls.append("begin_steps")
+
+    def finish(self) -> None:
+        """Note the call."""
+        self.calls.append("finish")
+
+
+def train_until_asked(transport: Transport, config: Config, phase: str) -> tuple[dict[str, Any], list[str]]:
+    """Be a rank of a run whose last rank is asked to leave; return the summary and the calls of the watchdog."""
+    watchdog = AskedInPhase(phase if transport.rank == transport.ranks - 1 else "never")
+    with TrainerHere(by_the_planner, RunSetup.load(config, transport.ranks), transport, watchdog=watchdog) as trainer:
+        return trainer.train(), watchdog.calls
+
+
+def be_stuck(folder: Path, phase: str, timeout_s: float, in_steps: bool, numbers: Iterable[int]) -> None:
+    """Be a rank under a watchdog in a call that never returns, and get signals there."""
 
     def report(text: str) -> None:
         (folder / "said").write_text(text)
 
     with Watchdog(4, timeout_s, folder, report) as watchdog:
-        watchdog.enter_phase(phase, limited=limited, details=lambda: "at action 1F3")
-        if sends:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        watchdog.enter_phase(phase, details=lambda: "at action 1F3")
+        if in_steps:
+            watchdog.begin_steps()
+        for index, number in enumerate(numbers):
+            threading.Timer(0.2 * (index + 1), os.kill, (os.getpid(), number)).start()
         libc = ctypes.CDLL(None)
         while libc.sleep(60):  # signals interrupt it, and it goes on
             pass

@@ -1,4 +1,4 @@
-"""What torch.profiler has recorded of one rank: which kernels ran beside which, and where the host waited for the GPU."""
+"""What torch.profiler records of a rank: which kernels ran beside which, and where the host waited for the GPU."""
 
 from __future__ import annotations
 

@@ -58,15 +58,19 @@ app.add_typer(data.app, name="data")
 
 
 def main() -> None:
-    """Run the command line; print a request that cannot be met as one message on stderr and exit with code 2."""
+    """Run the command line; print a request that cannot be met as one message on stderr and exit with its code, 2.
+
+    75 is the exit code of a run that was asked to leave.
+    """
+    code = SeqloomError.exit_code
     try:
         app(prog_name="seqloom")
         return
     except SeqloomError as error:
-        message = str(error)
+        message, code = str(error), error.exit_code
     except OSError as error:
         if error.filename is None:
             raise
         message = f"cannot use {str(error.filename)!r}: {error.strerror}; check the path and its permissions"
     typer.echo(f"seqloom: {message}", err=True)
-    sys.exit(2)
+    sys.exit(code)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from seqloom.cli import shared
+from seqloom.errors import LeftEarly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -216,7 +217,10 @@ def train_twice(seed: int, *, show: bool) -> dict[str, dict[str, Any]]:
         for name in TRAINED_PLANNERS:
             overrides = [source, f"plan.planner={name}", f"run.output={folder / name}", f"run.seed={seed}"]
             config = Config.load(folder / "demo.toml", overrides)
-            summary = train_on_processes(config, RANKS, show=show)
+            try:
+                summary = train_on_processes(config, RANKS, show=show)
+            except LeftEarly as left:  # nothing goes on from the folder of a demo
+                raise typer.Exit(left.exit_code) from None
             runs[name] = {"summary": summary, "steps": read_steps(config.metrics)}
     return runs
 

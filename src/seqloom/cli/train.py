@@ -39,7 +39,8 @@ def train(
     """Train with a fresh plan for every step.
 
     Starts processes on this machine itself, or is one of those that torchrun or srun has started, on one node or
-    several (recipes/launch). Goes on from the latest checkpoint of the output folder.
+    several (recipes/launch). Goes on from the latest checkpoint of the output folder. At SIGTERM, SIGINT or SIGUSR1 it
+    finishes the step, writes a checkpoint and exits with code 75.
 
     \b
     Example:
@@ -83,7 +84,11 @@ def verify(
     planners: Annotated[
         str | None, Option(help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages.")
     ] = None,
-    ranks: Annotated[int | None, Option(help="Threads that play ranks; without it, the config's.")] = None,
+    ranks: Annotated[int | None, Option(help="Ranks of the plans; without it, the config's.")] = None,
+    gloo: Annotated[bool, Option("--gloo", help="Ranks are processes on CPUs, with gloo between them.")] = False,
+    nccl: Annotated[
+        bool, Option("--nccl", help="Ranks are processes on the GPUs of this machine, shared if they are fewer.")
+    ] = False,
     dtype: Annotated[str, Option(help="float64, or float32 with a wider tolerance.")] = "float64",
     batches: Annotated[int, Option(help="Steps that are compared.")] = 1,
     json: shared.AsJson = False,
@@ -92,59 +97,71 @@ def verify(
 
     The first batches of a run are computed in one process, and again under a plan of every planner; of the run's
     pipeline too, if it has one, or of every strategy that it chooses from. Exit code 1 when one is out of
-    tolerance. Layers run as they stand, whatever model.compile says.
+    tolerance. Layers run as they stand, whatever model.compile says. Ranks are threads that obey NCCL's rules, with
+    replicated parameters; with --gloo or --nccl real processes, with parameters sharded as in a run.
 
     \b
     Example:
         seqloom verify recipes/tiny-cpu.toml --planners static,flex,pipeline:2
+        seqloom verify recipes/qwen3-8xh200.toml --nccl
     """
     names = shared.split_names(USUAL_PLANNERS if planners is None else planners, "planner", USUAL_PLANNERS)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if batches < 1:
         raise SeqloomError(f"{batches} batches to compare; give at least one")
+    if gloo and nccl:
+        raise SeqloomError("--gloo and --nccl: ranks talk over one of them; leave one out")
     import_extra("seqloom verify", "train", "torch")
+    from seqloom.profiling.verify import check_processes
     from seqloom.train.config import Config
 
-    rows = _verify_batches(Config.load(config, overrides or []), names, ranks, dtype, batches, planners is None)
+    loaded = Config.load(config, overrides or [])
+    on = "gloo" if gloo else "nccl" if nccl else "threads"
+    ranks = ranks or loaded.run.ranks
+    described = check_processes(on, ranks)
+    rows = _verify_batches(loaded, names, ranks, dtype, batches, planners is None, on)
     passed = all(row.passed for row in rows)
+    summary = {"passed": passed, "dtype": dtype, "ranks": ranks, "on": on}
     shared.report(
         json,
-        lambda: {"passed": passed, "dtype": dtype, "plans": [asdict(row) for row in rows]},
-        lambda console: _draw_comparisons(console, rows, dtype),
+        lambda: {**summary, "plans": [asdict(row) for row in rows]},
+        lambda console: _draw_comparisons(console, rows, f"on {described}, {dtype}"),
     )
     if not passed:
         raise typer.Exit(1)
 
 
 def _verify_batches(
-    config: Config, names: list[str], ranks: int | None, dtype: str, batches: int, with_config_planner: bool
+    config: Config, names: list[str], ranks: int, dtype: str, batches: int, with_config_planner: bool, on: str
 ) -> list[PlanComparison]:
-    """Compare every batch under every planner; the last argument adds the config's own pipeline or strategies."""
+    """Compare every batch under every planner, also the config's own pipeline or strategies if asked for."""
     import torch
 
-    from seqloom.profiling.verify import verify
+    from seqloom.profiling.verify import plan_batch, verify, verify_on_processes
     from seqloom.train.setup import RunSetup
 
-    setup = RunSetup.load(config, ranks or config.run.ranks)
-    config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
+    setup = RunSetup.load(config, ranks)
+    config, seed, precision, family = setup.config, config.model.seed, getattr(torch, dtype), model_family_of(config)
     sample = setup.sampler.peek(batches)
     planners: list[list[str | PlannerChoice]] = [[*names] for _ in sample]
     if with_config_planner and setup.planners.multi_stage:
         planners = [[*names, *setup.planners.alternatives(batch.lengths)] for batch in sample]
-    precision = getattr(torch, dtype)
-    build = partial(model_family_of(config).build, config, torch.device("cpu"), precision)
-    options = {"dtype": precision, "seed": config.model.seed, "build": build}
+    planned = [plan_batch(batch, each, setup.cost, seed) for batch, each in zip(sample, planners, strict=True)]
+    if on != "threads":
+        return verify_on_processes(setup, planned, dtype=precision, model_family=family, on=on)
+    build = partial(family.build, config, torch.device("cpu"), precision)
+    options = {"dtype": precision, "seed": seed, "build": build}
     rows = []
-    with shared.progress_bar(sum(map(len, planners)), "one process") as step:
+    with shared.progress_bar(sum(map(len, planned)), "one process") as step:
         for index, batch in enumerate(sample):
-            for row in verify(spec, source, batch, cost, planners[index], **options):
+            for row in verify(setup.spec, setup.source, batch, planned[index], **options):
                 rows.append(row)
                 step(f"batch {index}: {row.planner}")
     return rows
 
 
-def _draw_comparisons(console: Console, rows: list[PlanComparison], dtype: str) -> None:
+def _draw_comparisons(console: Console, rows: list[PlanComparison], how: str) -> None:
     from seqloom.view.format import table_of
 
     names = ("planner", "plan", "rounds", "groups", "loss", "grad norm", "difference", "")
@@ -153,7 +170,5 @@ def _draw_comparisons(console: Console, rows: list[PlanComparison], dtype: str) 
         numbers = (f"{row.loss:.9f}", f"{row.grad_norm:.9f}", f"{row.max_relative_gradient_difference:.1e}")
         verdict = "same" if row.passed else "DIFFERS"
         table.add_row(row.planner, row.plan_hash[:8], str(row.rounds), str(row.groups), *numbers, verdict)
-    console.print(
-        f"One process beside plans, {dtype}. Difference: of gradients, the largest relative one of all tensors."
-    )
+    console.print(f"One process beside plans {how}. Difference: of gradients, the largest relative one of all tensors.")
     console.print(table)

@@ -89,7 +89,12 @@ def node_size(job_ranks: Sequence[JobRank]) -> int:
 
 
 def init_process_group(
-    job_rank: JobRank, *, share_gpu: bool = False, store: dist.Store | None = None, timeout: timedelta | None = None
+    job_rank: JobRank,
+    *,
+    share_gpu: bool = False,
+    on_cpu: bool = False,
+    store: dist.Store | None = None,
+    timeout: timedelta | None = None,
 ) -> torch.device:
     """Take this rank's device, connect to the other ranks and return the device.
 
@@ -97,11 +102,12 @@ def init_process_group(
 
     Args:
         share_gpu: let ranks of a node share its GPUs where there are more ranks than GPUs.
+        on_cpu: use no GPU, also where there is one.
         store: where ranks find each other; None: at the address that the launcher has set.
         timeout: how long messages wait; None: torch's default.
     """
     rank, ranks = job_rank.rank, job_rank.ranks
-    device = take_device(job_rank, share_gpu=share_gpu)
+    device = torch.device("cpu") if on_cpu else take_device(job_rank, share_gpu=share_gpu)
     if store is None and "MASTER_ADDR" not in os.environ:
         os.environ |= slurm_address(os.environ)
     on_gpu = device.type == "cuda"

@@ -7,10 +7,12 @@ is named, makes one at once, and the `StepPlan` carries the reason.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Self
 
@@ -111,11 +113,11 @@ class PlanAhead:
         return replace(found, wait_ns=time.monotonic_ns() - begin)
 
     def close(self) -> None:
-        """Stop the process."""
+        """Stop the process, which may not react to SIGTERM."""
         self._connection.close()
         self._process.join(timeout=0.2)
         if self._process.is_alive():
-            self._process.terminate()
+            self._process.kill()
             self._process.join()
 
     def __enter__(self) -> Self:
@@ -152,7 +154,8 @@ class _Failure(NamedTuple):
 
 
 def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice) -> None:
-    """Answer every (step, lengths) with (step, `StepPlan` or `_Failure`) until the pipe closes."""
+    """Answer every (step, lengths) with (step, `StepPlan` or `_Failure`) until pipe or trainer are gone."""
+    end_with_parent(1)
     while True:
         try:
             step, lengths = connection.recv()
@@ -174,3 +177,15 @@ def _answer(step: int, cost: CostModel, chosen: PlannerChoice, lengths: np.ndarr
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged
         reason = f"planner {chosen.name!r} failed: {type(error).__name__}: {error}"
     return _Failure(time.monotonic_ns() - begin, reason)
+
+
+def end_with_parent(code: int) -> None:
+    """End this process as soon as the one that has started it is gone, however that ends and whatever this one does."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(code)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,30 +1,38 @@
 """What `seqloom verify` compares: loss, gradient norm and every gradient of one batch under plans and in one process.
 
-The ranks of a plan are threads that obey NCCL's rules. Parameters are replicated, or under free sharding moved to where
-the plan computes. The reference is one process that runs the batch as a single group.
+    ranks of a plan             parameters                            messages
+    threads of this process     replicated                            matched by NCCL's rules
+    processes                   FSDP2's shards, as in a run           gloo, or NCCL on GPUs
+
+Under free sharding both move parameters to where the plan computes. The reference is one process that runs the batch as
+a single group; of processes it is rank 0, on its device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from seqloom.cost import CostModel
 from seqloom.data import Batch, Source, rank_rows
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.dist import Transport, run_ranks
+from seqloom.dist import Communicators, SingleRankTransport, TorchTransport, Transport, launched_rank, run_ranks
 from seqloom.engine import bind_plan, run_step
+from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter, Transformer
-from seqloom.params import ReplicatedParameters, ReshardingParameters
-from seqloom.plan import Plan, Sharding
+from seqloom.params import Parameters, ReplicatedParameters, ReshardingParameters
+from seqloom.plan import GroupFamily, Plan, Sharding
 from seqloom.planners import make_plan
 from seqloom.planners.registry import PlannerChoice
-from seqloom.train.model import prepare_layers
+from seqloom.train.config import Config
+from seqloom.train.launch import RankProcess, run_on_processes
+from seqloom.train.model import ModelFamily, prepare_layers, shard_parameters
+from seqloom.train.setup import RunChoices, RunSetup
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Largest relative difference of loss, norm and gradients that rounding explains."""
@@ -52,47 +60,143 @@ class StepOutcome(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
+PlannedBatch = Sequence[tuple[str, Plan]]
+"""The plans of one batch, each with the name of its planner."""
+
+
+def plan_batch(batch: Batch, planners: Sequence[str | PlannerChoice], cost: CostModel, seed: int) -> PlannedBatch:
+    """Return a plan of every planner for a batch."""
+    choices = [PlannerChoice(each, seed=seed) if isinstance(each, str) else each for each in planners]
+    return [(str(planner), planner.plan(batch.lengths, cost)) for planner in choices]
+
+
 def verify(
     spec: ModelSpec,
     source: Source,
     batch: Batch,
-    cost: CostModel,
-    planners: Sequence[str | PlannerChoice],
+    planned: PlannedBatch,
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     build: Callable[[], ModelAdapter] | None = None,
 ) -> Iterator[PlanComparison]:
-    """Run a batch in one process, then under a plan of every planner, and yield how they compare.
+    """Run a batch in one process, then under every plan with threads as ranks, and yield how they compare.
 
-    The ranks of `cost` are the threads that run a plan. `build` builds the model in `dtype` (float64 or float32) with
-    the same values every time; None: the reference model of `spec` and `seed`.
+    `build` builds the model in `dtype` (float64 or float32) with the same values every time; None: the reference model
+    of `spec` and `seed`.
     """
     build = build or (lambda: ModelAdapter.of(Transformer(spec, seed=seed, dtype=dtype)))
-    one_rank = CostModel(Cluster.parse("1x1xCPU"), spec, max_length=int(batch.lengths.max()))
-    reference = run_plan(make_plan("static:1", batch.lengths, one_rank), source, batch, build)
-    for each in planners:
-        planner = PlannerChoice(each, seed=seed) if isinstance(each, str) else each
-        plan = planner.plan(batch.lengths, cost)
+    reference = _run_reference(spec, source, batch, build(), torch.device("cpu"))
+    for planner, plan in planned:
         outcome = run_plan(plan, source, batch, build)
-        yield _compare(str(planner), plan, outcome, reference, TOLERANCE[dtype])
+        yield _compare(planner, plan, outcome, reference, TOLERANCE[dtype])
 
 
 def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], ModelAdapter]) -> StepOutcome:
     """Run one step of a plan on threads, with a model each, and return the outcome of rank 0."""
     adapters = [build() for _ in range(plan.limits.ranks)]  # before: libraries draw and load for one thread at a time
 
-    def body(transport: Transport) -> StepOutcome | None:
+    def body(transport: Transport) -> StepOutcome:
         parameter_class = ReshardingParameters if plan.sharding == Sharding.FREE else ReplicatedParameters
         parameters = parameter_class(prepare_layers(adapters[transport.rank]), transport)
-        rows = partial(rank_rows, source, batch=batch)
-        result = run_step(bind_plan(plan, transport), parameters, rows, batch.valid_tokens)
-        gradients = {name: each for name, each in parameters.full_gradients() if transport.rank == 0}
-        return None if transport.rank else StepOutcome(result.loss, result.gradient_norm, gradients)
+        return _run_step(plan, transport, parameters, source, batch)
 
-    first = run_ranks(plan.limits.ranks, body, strict=True, timeout_s=600)[0]
-    assert first is not None
-    return first
+    return run_ranks(plan.limits.ranks, body, strict=True, timeout_s=600)[0]
+
+
+# ---- Ranks that are processes
+
+
+def check_processes(on: str, ranks: int) -> str:
+    """Say what the ranks will be, or refuse: `on` is "threads", "gloo" or "nccl"."""
+    if on == "threads":
+        return f"{ranks} threads"
+    if launched_rank() is not None:
+        raise SeqloomError(
+            f"--{on} under torchrun or srun, while verify starts its ranks itself; leave the launcher out"
+        )
+    gpus = torch.cuda.device_count()
+    if on == "nccl" and not gpus:
+        raise SeqloomError(
+            "--nccl on a machine where torch finds no GPU, which NCCL needs; run it where there is one, or take --gloo "
+            "for processes on CPUs, or neither for threads"
+        )
+    shares = f", sharing {gpus} GPU{'s' * (gpus > 1)}" if on == "nccl" and gpus < ranks else ""
+    return f"{ranks} processes over {'NCCL' if on == 'nccl' else on}{shares}"
+
+
+def verify_on_processes(
+    setup: RunSetup, planned: Sequence[PlannedBatch], *, dtype: torch.dtype, model_family: ModelFamily, on: str
+) -> list[PlanComparison]:
+    """Compare the plans of a run's first batches with one process, on processes that are started once for all."""
+    texts = [[(planner, plan.to_json()) for planner, plan in each] for each in planned]
+    rows = run_on_processes(
+        *(compare_as_rank, setup.cost.ranks, setup.config, setup.choices, model_family, texts, dtype),
+        preload=model_family.build.__module__,
+        share_gpu=True,
+        on_cpu=on == "gloo",
+    )
+    return [PlanComparison(**row) for row in rows]
+
+
+def compare_as_rank(
+    process: RankProcess,
+    config: Config,
+    choices: RunChoices,
+    model_family: ModelFamily,
+    planned: Sequence[Sequence[tuple[str, str]]],
+    dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """Run every plan as one of the ranks; rank 0 returns how they compare with one process, others return []."""
+    job_rank, device, _ = process
+    rank, ranks = job_rank.rank, job_rank.ranks
+    setup = RunSetup.load(config, ranks, choices)
+    communicators = Communicators(GroupFamily(ranks, setup.cost.node_size))
+    communicators.warm_up()
+    transport, rows, reference = TorchTransport(communicators), [], None
+    for batch, plans in zip(setup.sampler.peek(len(planned)), planned, strict=True):
+        if rank == 0:
+            adapter = model_family.build(config, device, dtype)
+            reference = _run_reference(setup.spec, setup.source, batch, adapter, device)
+        for planner, text in plans:
+            plan = Plan.from_json(text)
+            stages = plan.pipelines[0].stages
+            adapter = model_family.build(config, device, dtype)
+            split_backward = len(stages) > 1 or plan.sharding == Sharding.FREE
+            adapter = prepare_layers(adapter, split_backward=split_backward)
+            parameters = shard_parameters(adapter, transport, stages, setup.cost, None)
+            outcome = _run_step(plan, transport, parameters, setup.source, batch, device)
+            if reference is not None:
+                rows.append(asdict(_compare(planner, plan, outcome, reference, TOLERANCE[dtype])))
+    communicators.close()
+    return rows
+
+
+# ---- One step, and how it compares
+
+
+def _run_reference(
+    spec: ModelSpec, source: Source, batch: Batch, adapter: ModelAdapter, device: torch.device
+) -> StepOutcome:
+    """Run a batch in this process alone, as a single group."""
+    cost = CostModel(Cluster.parse("1x1xCPU"), spec, max_length=int(batch.lengths.max()))
+    plan, transport = make_plan("static:1", batch.lengths, cost), SingleRankTransport()
+    return _run_step(plan, transport, ReplicatedParameters(prepare_layers(adapter), transport), source, batch, device)
+
+
+def _run_step(
+    plan: Plan,
+    transport: Transport,
+    parameters: Parameters,
+    source: Source,
+    batch: Batch,
+    device: torch.device | str = "cpu",
+) -> StepOutcome:
+    """Run one step of a plan as a rank; gradients are returned on rank 0."""
+    rows = partial(rank_rows, source, batch=batch)
+    result = run_step(bind_plan(plan, transport, device=device), parameters, rows, batch.valid_tokens)
+    gradients = {name: each for name, each in parameters.full_gradients() if transport.rank == 0}
+    return StepOutcome(result.loss, result.gradient_norm, gradients)
 
 
 def _compare(name: str, plan: Plan, outcome: StepOutcome, reference: StepOutcome, tolerance: float) -> PlanComparison:

@@ -1,19 +1,18 @@
-"""Starting the ranks of a run or a measurement, and ending all of them when one dies.
+"""Starting the ranks of a run or a measurement, and ending all of them when one dies or the run is asked to leave.
 
 Ranks are processes that `run_on_processes` starts on this machine, those that a launcher has started
 (`run_as_launched_rank`), or those of another library that has connected them (`train_in_process_group`). Every training
 rank runs under a `Watchdog`: it knows the current phase, and when another rank dies or nothing moves, it reports the
-phase and ends the process, so that no rank waits for ever.
+phase and ends the process, so that no rank waits for ever. It also takes the signals that ask a run to leave
+(`signals`), which the trainer does after the step.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import select
 import shutil
 import signal
-import socket
 import sys
 import sysconfig
 import tempfile
@@ -21,13 +20,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from math import inf
+from multiprocessing.connection import wait
+from multiprocessing.context import DefaultContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -44,14 +47,16 @@ from seqloom.dist import (
     launched_rank,
 )
 from seqloom.dist.process_group import SHARED_HOST, check_gpus, node_size
-from seqloom.errors import SeqloomError
+from seqloom.errors import LeftEarly, SeqloomError
 from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
+from seqloom.planners.plan_ahead import end_with_parent
 from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.config import Config
 from seqloom.train.logging import StartUp
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
 from seqloom.train.setup import RunChoices, RunSetup, write_strategies
+from seqloom.train.signals import END, LEAVE, LEAVE_SIGNALS, URGENT, SignalPipe, blocked_signals, receive_signals
 from seqloom.train.trainer import Trainer
 from seqloom.version import __version__
 
@@ -61,6 +66,10 @@ START_S = 600.0
 """Seconds that ranks may take to start and connect, whatever run.timeout_s is."""
 EXIT_FAILED = 2
 """Exit code of a rank that could not continue."""
+WATCHED_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch's own watchdogs abort a process whose NCCL peer is gone, or that hangs for 8 minutes, without a word about step
+and plan. Ranks that are started here have a `Watchdog` and a launcher for it; under another launcher torch's defaults
+are the quickest way out. A setting of the user is never changed."""
 
 
 class RankProcess(NamedTuple):
@@ -82,10 +91,19 @@ Body = Callable[..., Any]
 def train_as_launched_rank(
     config: Config, *, model_family: ModelFamily = REFERENCE, share_gpu: bool = False, show: bool = True
 ) -> dict[str, Any]:
-    """Train as the rank that a launcher made this process; return the summary on rank 0, {} on others."""
+    """Train as the rank that a launcher made this process; return the summary on rank 0, {} on others.
+
+    A run that was asked to leave raises `LeftEarly` on rank 0 and ends the other processes with the same exit code.
+    """
     _check_compilers_if_needed(config)
     arguments = (_train, config, model_family, show)
-    return run_as_launched_rank(*arguments, share_gpu=share_gpu, timeout=_torch_timeout(config))
+    summary = run_as_launched_rank(*arguments, share_gpu=share_gpu, timeout=_torch_timeout(config))
+    if "left" not in summary:
+        return summary
+    job_rank = launched_rank()
+    if job_rank is not None and job_rank.rank:
+        raise SystemExit(LeftEarly.exit_code)
+    raise LeftEarly(summary["left"])
 
 
 def train_in_process_group(
@@ -105,7 +123,10 @@ def train_in_process_group(
 def train_on_processes(
     config: Config, ranks: int, *, model_family: ModelFamily = REFERENCE, share_gpu: bool = False, show: bool = True
 ) -> dict[str, Any]:
-    """Start `ranks` processes on this machine, wait for them, and return the summary."""
+    """Start `ranks` processes on this machine, wait for them, and return the summary.
+
+    A run that was asked to leave, by a signal to this process or to one of its ranks, raises `LeftEarly`.
+    """
     _check_compilers_if_needed(config)
     check_gpus(ranks, share_gpu=share_gpu)
     config = with_launched_nodes(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)])
@@ -114,13 +135,17 @@ def train_on_processes(
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
     if setup.planners.multi_stage:
         check_splits(model, setup.planners.tensor_degrees)
-    return run_on_processes(
+    summary = run_on_processes(
         *(_train, ranks, config, model_family, show),
         preload=model_family.build.__module__,
         share_gpu=share_gpu,
         timeout=_torch_timeout(config),
         way_out="the last checkpoint is intact: run the same command to go on from it",
+        watched=True,
     )
+    if "left" in summary:
+        raise LeftEarly(summary["left"])
+    return summary
 
 
 def _train(process: RankProcess, config: Config, model_family: ModelFamily, show: bool) -> dict[str, Any]:
@@ -275,52 +300,108 @@ def run_on_processes(
     *arguments: Any,
     preload: str | None = None,
     share_gpu: bool = False,
+    on_cpu: bool = False,
     timeout: timedelta | None = None,
     way_out: str = "try fewer ranks, or a smaller model",
+    watched: bool = False,
 ) -> Any:
     """Start `ranks` processes on this machine, wait for them, and return the body's result on rank 0.
 
     When one fails, the others are stopped and its reason is raised; where a rank died without a report, `way_out` ends
-    the message. Processes are forks of a server that has loaded torch, the body's module and `preload` once: loading
-    takes seconds of a core, forking none; the server has no threads yet and has not touched a GPU.
+    the message. When this process dies, they end. Processes are forks of a server that has loaded torch, the body's
+    module and `preload` once: loading takes seconds of a core, forking none; the server has no threads yet and has not
+    touched a GPU.
+
+    A body that is `watched` runs under a `Watchdog`: signals to leave that reach this process, if it calls from its
+    main thread, are passed on to it, and torch leaves it to the watchdog to end a rank (`WATCHED_NCCL`).
     """
-    check_gpus(ranks, share_gpu=share_gpu)
+    check_gpus(ranks, share_gpu=share_gpu or on_cpu)
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+    context = cast("DefaultContext", mp.get_context(method))
     if method == "forkserver":
-        mp.set_forkserver_preload([__name__, body.__module__, *filter(None, [preload])])
+        context.set_forkserver_preload([__name__, body.__module__, *filter(None, [preload])])
+    forwards = watched and threading.current_thread() is threading.main_thread() and sys.platform != "win32"
+    signals = SignalPipe(LEAVE_SIGNALS) if forwards else None
+    processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
-        process_arguments = (ranks, folder, share_gpu, timeout, body, arguments)
-        with allocator_environment():
-            started = mp.start_processes(
-                _process_main, process_arguments, nprocs=ranks, join=False, start_method=method
-            )
-        assert started is not None
+        options = {"share_gpu": share_gpu, "on_cpu": on_cpu, "timeout": timeout}
+        process_arguments = (ranks, folder, watched, options, body, arguments)
         try:
-            while not started.join(grace_period=GRACE_S):
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            codes = [process.exitcode for process in started.processes]
-            raise SeqloomError(_failure_reason(Path(folder), codes, f"{error}; {way_out}")) from None
+            with allocator_environment(), blocked_signals():
+                for rank in range(ranks):
+                    process = context.Process(target=_process_main, args=(rank, *process_arguments))
+                    process.start()
+                    processes.append(process)
+            codes = _wait_for_ranks(processes, signals, way_out)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            if signals is not None:
+                signals.close()
+        if codes != [0] * ranks:
+            raise _failure(Path(folder), codes, way_out, watched=watched)
         return torch.load(Path(folder) / "result", weights_only=True)
+
+
+def _wait_for_ranks(processes: Sequence[BaseProcess], signals: SignalPipe | None, way_out: str) -> list[int | None]:
+    """Wait until all have ended, and pass signals on; return exit codes, None of those that this function has ended.
+
+    After a failure the others have `GRACE_S` to end by themselves, as long again after `END`, and are then killed; a
+    second urgent signal is an `END` at once.
+    """
+    urgent, asked, ending, deadline = 0, False, False, inf
+    codes: list[int | None] = []
+    while running := [process for process in processes if process.is_alive()]:
+        files = [process.sentinel for process in running] + ([] if signals is None else [signals.fileno()])
+        wait(files, timeout=None if deadline == inf else max(0.0, deadline - time.monotonic()))
+        numbers = signals.read(0) if signals is not None else b""
+        urgent += sum(number in URGENT for number in numbers)
+        if numbers and not asked:
+            asked = True
+            _send(running, LEAVE)
+        if not ending:
+            codes = [process.exitcode for process in processes]
+            grace_s = 0.0 if urgent > 1 else GRACE_S if any(codes) else inf
+            deadline = min(deadline, time.monotonic() + grace_s)
+        if time.monotonic() >= deadline:
+            _send(running, signal.SIGKILL if ending else END)
+            ending, deadline = True, time.monotonic() + GRACE_S
+    if ending and urgent > 1:
+        raise SeqloomError(f"ended at once by a second signal; {way_out}")
+    return codes if ending else [process.exitcode for process in processes]
+
+
+def _send(processes: Sequence[BaseProcess], number: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(cast("int", process.pid), number)
 
 
 def _process_main(
     rank: int,
     ranks: int,
     folder: str,
-    share_gpu: bool,
-    timeout: timedelta | None,
+    watched: bool,
+    options: dict[str, Any],
     body: Body,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Take this rank's share of the cores, connect through a file in `folder`, run the body, leave rank 0's result."""
+    """Take this rank's share of the cores, connect through a file in `folder`, run the body, leave rank 0's result.
+
+    `options` are those of `init_process_group`.
+    """
 
     def report(text: str) -> None:
         (Path(folder) / f"failed-{rank}").write_text(text)
 
+    end_with_parent(EXIT_FAILED)
+    receive_signals()
+    for name, value in WATCHED_NCCL.items() if watched else ():
+        os.environ.setdefault(name, value)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     job_rank, store = JobRank(rank, ranks, rank, ranks), dist.FileStore(str(Path(folder) / "store"), ranks)
-    connect = partial(init_process_group, job_rank, share_gpu=share_gpu, store=store, timeout=timeout)
+    connect = partial(init_process_group, job_rank, store=store, **options)
     result = _run_body(body, arguments, job_rank, connect, report)
     if rank == 0:
         torch.save(result, Path(folder) / "result")
@@ -347,18 +428,31 @@ def _run_body(
     os._exit(EXIT_FAILED)
 
 
-def _failure_reason(folder: Path, codes: Sequence[int | None], unreported: str) -> str:
-    """Say which rank died by its exit code (-9: killed by signal 9), and what the first rank wrote into `folder`."""
+def _failure(folder: Path, codes: Sequence[int | None], way_out: str, *, watched: bool) -> SeqloomError:
+    """Say which ranks died by their exit codes (-9: killed by signal 9), and what the first rank wrote into `folder`.
+
+    None are ranks that others have ended. Watched ranks leave by themselves, one by one, before the first step.
+    """
     files = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
-    reports = [f"rank {path.name.removeprefix('failed-')}: {path.read_text().strip()}" for path in files]
-    killed = [(rank, -code) for rank, code in enumerate(codes) if code is not None and code < 0]
-    dead = [f"rank {rank} has died ({signal.Signals(by).name})" for rank, by in killed if by != signal.SIGTERM]
-    return "; ".join([*dead, *(reports or [unreported])[:1]])
+    reports = [(path.name.removeprefix("failed-"), path.read_text().strip()) for path in files]
+    by_signal = {-code for code in codes if code is not None and code < 0} & LEAVE_SIGNALS
+    if watched and LeftEarly.exit_code in codes:
+        return LeftEarly(reports[0][1])
+    if watched and by_signal:
+        return LeftEarly(_left_before_steps(None))
+    ended = [(rank, code) for rank, code in enumerate(codes) if code]
+    dead = [f"rank {rank} has died ({signal.Signals(-code).name})" for rank, code in ended if code < 0]
+    if reports:
+        return SeqloomError("; ".join([*dead, f"rank {reports[0][0]}: {reports[0][1]}"]))
+    silent = [f"rank {rank} has ended with exit code {code}" for rank, code in ended if code > 0]
+    return SeqloomError("; ".join([*dead, *silent, way_out]))
 
 
 # ---- Watchdog
 
 _POLL_S = 1.0
+_LATE_S = 25.0
+"""Seconds after a signal to leave at which a step that has not ended is reported: torchrun and Slurm kill after 30."""
 _LOST_RANK = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|timed? ?out", re.IGNORECASE)
 """What gloo and the store say of a rank that is gone; they raise plain errors."""
 
@@ -367,10 +461,13 @@ class Watchdog:
     """Ends a rank that cannot continue, with a report of what it was doing. Used in a `with`.
 
     A rank stops in three ways: a message fails because the other side is gone, the launcher that saw a process die
-    sends SIGTERM, or nothing moves for longer than ranks may wait for each other. In the last two the main thread may
-    be deep in a call that never returns, so a thread of the watchdog reports and ends the process. An error leaves the
-    `with` with the phase in its message. Outside of the main thread, where Python allows no signal handlers, SIGTERM
-    stays with the process that this rank is a part of.
+    sends `signals.END`, or nothing moves for longer than ranks may wait for each other. In the last two the main thread
+    may be deep in a call that never returns, so a thread of the watchdog reports and ends the process. An error leaves
+    the `with` with the phase in its message.
+
+    A signal that asks the run to leave ends the process too if no step has begun, or if it is the second urgent one.
+    Else `asked_to_leave` is True from then on, for the trainer. Outside of the main thread, where Python allows no
+    signal handlers, signals stay with the process that this rank is a part of.
     """
 
     def __init__(self, ranks: int, timeout_s: float, checkpoints: Path, report: Callable[[str], None]) -> None:
@@ -379,6 +476,9 @@ class Watchdog:
         self._phase = ""
         self._details: Callable[[], str] = str
         self._deadline = time.monotonic() + max(timeout_s, START_S)
+        self._has_steps = self._has_finished = False
+        self._urgent, self._asked_at = 0, inf
+        self.asked_to_leave = False
 
     def enter_phase(self, phase: str, *, limited: bool = True, details: Callable[[], str] = str) -> None:
         """Note what comes now, and start the clock again, unless the phase is not `limited`: it waits for a disk only.
@@ -386,67 +486,103 @@ class Watchdog:
         `details` returns how far the phase has come; it is called from another thread.
         """
         self._phase, self._details = phase, details
-        self._deadline = time.monotonic() + self._timeout_s if limited else float("inf")
+        self._deadline = time.monotonic() + self._timeout_s if limited else inf
+
+    def begin_steps(self) -> None:
+        """Note that steps follow, whose result a process that ends at once would lose."""
+        self._has_steps = True
+
+    def finish(self) -> None:
+        """Note that all is on disk: no signal to leave has an effect from now on, also after the `with`."""
+        self._has_finished = True
 
     def __enter__(self) -> Self:
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._handles_signals = threading.current_thread() is threading.main_thread()
-        if self._handles_signals:
-            self._handler = signal.signal(signal.SIGTERM, lambda *_: None)
-            signal.set_wakeup_fd(self._writer.fileno())  # written at once, also when the main thread is in a call
+        handles_signals = threading.current_thread() is threading.main_thread()
+        self._signals = SignalPipe({*LEAVE_SIGNALS, END} if handles_signals else ())
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Stop the thread. After an error SIGTERM stays without effect, since the process still has to report it."""
-        if self._handles_signals:
-            signal.set_wakeup_fd(-1)
-        self._writer.send(b"\0")
+        """Stop the thread. After an error signals stay without effect, since the process still has to report it."""
+        self._signals.wake()
         self._thread.join()
-        self._reader.close()
-        self._writer.close()
+        self._signals.close(restore=error is None and not self._has_finished)
         if error is None:
-            if self._handles_signals:
-                signal.signal(signal.SIGTERM, self._handler)
-        elif isinstance(error, dist.DistError) or (
+            return
+        if isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error))
         ):
             # of our own errors, the lines after the first show where the ranks are
             details = str(error).strip().partition("\n")[2] if isinstance(error, SeqloomError) else ""
             raise SeqloomError(self._lost_rank_message(_first_sentence(error), details)) from error
-        elif self._phase and isinstance(error, SeqloomError) and not str(error).startswith("step "):
+        if self._phase and isinstance(error, SeqloomError) and not str(error).startswith("step "):
             raise SeqloomError(f"{self._phase}: {error}") from error
-        elif self._phase and not isinstance(error, SeqloomError):
+        if self._phase and not isinstance(error, SeqloomError):
             error.add_note(f"at {self._phase}")
 
     def _watch(self) -> None:
         while True:
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0:
-                self._end(f"nothing has moved for {self._timeout_s:g} s")
-            if select.select([self._reader], [], [], min(left_s, _POLL_S))[0]:
-                signals = self._reader.recv(64)
-                if signal.SIGTERM in signals:
-                    self._end("stopped by SIGTERM, as launchers do when a rank has died")
-                if 0 in signals:
+            now = time.monotonic()
+            if now >= self._deadline:
+                self._end(self._lost_rank_message(f"nothing has moved for {self._timeout_s:g} s", self._details()))
+            if now >= self._asked_at + _LATE_S and self._deadline < inf and not self._has_finished:
+                self._report(self._late_message())
+                self._asked_at = inf
+            for number in self._signals.read(min(self._deadline - now, _POLL_S)):
+                if number == 0:
                     return
+                self._take(number)
 
-    def _end(self, reason: str) -> None:
+    def _take(self, number: int) -> None:
+        """Act on a signal."""
+        if number == END:
+            reason = "ended by the launcher, after another rank has died"
+            self._end(self._lost_rank_message(reason, self._details()))
+        elif self._has_finished or number not in LEAVE_SIGNALS:
+            return
+        elif not self._has_steps:
+            self._end(_left_before_steps(self._latest()), LeftEarly.exit_code)
+        self._urgent += number in URGENT
+        if self._urgent > 1:
+            self._end(
+                f"{self._phase}: ended at once by {signal.Signals(number).name}, a second signal. {self._intact()}"
+            )
+        if not self.asked_to_leave:
+            self.asked_to_leave, self._asked_at = True, time.monotonic()
+
+    def _end(self, text: str, code: int = EXIT_FAILED) -> None:
         try:
-            self._report(self._lost_rank_message(reason, self._details()))
+            self._report(text)
         finally:
-            os._exit(EXIT_FAILED)
+            os._exit(code)
+
+    def _latest(self) -> Path | None:
+        checkpoints = complete_checkpoints(self._checkpoints)
+        return checkpoints[-1][1] if checkpoints else None
+
+    def _intact(self) -> str:
+        latest = self._latest()
+        return f"{f'{latest} is intact' if latest else 'There is no checkpoint yet'}: run the same command to go on"
+
+    def _late_message(self) -> str:
+        return (
+            f"{self._phase}: has not ended {_LATE_S:g} s after a signal to leave; a rank may have died, and launchers "
+            f"often kill after 30 s. {self._intact()}"
+        )
 
     def _lost_rank_message(self, reason: str, details: str = "") -> str:
-        checkpoints = complete_checkpoints(self._checkpoints)
-        intact = f"{checkpoints[-1][1]} is intact" if checkpoints else "There is no checkpoint yet"
         return (
             f"{self._phase or 'the start of the run'}: one of {self._ranks} ranks has died or hangs ({reason}); ranks "
-            f"wait at most run.timeout_s = {self._timeout_s:g} s for each other. {intact}: run the same command "
-            "to go on" + (f"\n{details}" if details else "")
+            f"wait at most run.timeout_s = {self._timeout_s:g} s for each other. {self._intact()}"
+            + (f"\n{details}" if details else "")
         )
+
+
+def _left_before_steps(latest: Path | None) -> str:
+    """Say that a run was asked to leave while it started."""
+    start = f"goes on from {latest}" if latest else "starts it again"
+    return f"left at the start of the run, asked by a signal; no step is lost, and the same command {start}"
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -61,6 +61,7 @@ from seqloom.train.model import (
 )
 from seqloom.train.optim import clip_gradients, learning_rate, make_optimiser, set_learning_rate, state_by_name
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
+from seqloom.train.signals import blocked_signals
 
 if TYPE_CHECKING:
     from seqloom.train.launch import Watchdog
@@ -100,6 +101,7 @@ class Trainer(AbstractContextManager):
         self._enter_phase: Callable[..., None] = watchdog.enter_phase if watchdog else lambda *_, **__: None
         self._start = start or StartUp()
         self._start.enter("loading the model")
+        self._watchdog, self._leaves = watchdog, False
         parameter_dtype, compute_dtype = parameter_dtypes(config)
         self._compute_dtype = compute_dtype or parameter_dtype
         adapter = model_family.build(config, self.device, parameter_dtype)
@@ -110,6 +112,7 @@ class Trainer(AbstractContextManager):
         self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
         self._resumed_strategies: list[Any] | None = None
         self._start.enter("looking for a checkpoint")
+        self._evaluation_due = False
         self.start_step = self.load_checkpoint()
         if transport.rank == 0:
             write_strategies(config, setup.planners.strategies)
@@ -120,7 +123,10 @@ class Trainer(AbstractContextManager):
         self._closing.__exit__(*error)
 
     def train(self, stream: IO[str] | None = None, *, notes: Sequence[str] = ()) -> dict[str, Any]:
-        """Train to the last step; return the summary on rank 0, {} on others. Rank 0 shows progress on `stream`."""
+        """Train to the last step; return the summary on rank 0, {} on others. Rank 0 shows progress on `stream`.
+
+        After a signal to leave all ranks return `left`, a sentence, instead; their checkpoint is complete.
+        """
         metrics = self._open_metrics(stream)
         if metrics is not None:
             strategies = strategy_notes(self.config, self.setup.planners.strategies, self._resumed_strategies)
@@ -129,6 +135,8 @@ class Trainer(AbstractContextManager):
         self._start.enter("planning")
         evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
         before = "none before it"
+        if self._evaluation_due and evaluate_every:
+            self.evaluate(self.start_step, metrics)
         for step, batch in self._planned_batches():
             self._enter_phase(f"step {step}, waiting for its plan ({before})")
             step_plan = self.plans.take(step, batch.lengths)
@@ -136,6 +144,8 @@ class Trainer(AbstractContextManager):
             if step == self.start_step + 1:
                 self._enter_phase(f"{before}, warming up")
                 self.warm_up(step_plan.plan)
+                if self._watchdog is not None:
+                    self._watchdog.begin_steps()
                 self._start.enter("first step")
             self._enter_phase(before)
             record = self.train_step(step_plan, batch)
@@ -148,6 +158,8 @@ class Trainer(AbstractContextManager):
             self.checkpoints.poll()
             if evaluate_every and step % evaluate_every == 0:
                 self.evaluate(step, metrics)
+            if self._leaves_after(step):
+                return self.leave(step)
             if (save_every and step % save_every == 0) or step == self.setup.steps:
                 self.save_checkpoint(step)
         self._enter_phase("the end of the run", limited=False)
@@ -155,6 +167,8 @@ class Trainer(AbstractContextManager):
         state = gather_state_dict(self.adapter.module, self.parameters, root=self.transport.rank == 0)
         if self.transport.rank == 0:
             self._model_family.save(self.config, self.adapter.module, state)
+        if self._watchdog is not None:
+            self._watchdog.finish()
         return {} if metrics is None else metrics.summary()
 
     def _planned_batches(self) -> Iterator[tuple[int, Batch]]:
@@ -206,7 +220,9 @@ class Trainer(AbstractContextManager):
         self, step_plan: StepPlan, batch: Batch, result: StepResult, rate: float, mine: RankMeasurement
     ) -> StepRecord:
         """Gather what the ranks measured in a step; all ranks call it."""
-        ranks = [RankMeasurement(*row) for row in gather_values(mine, self.transport, self.device).tolist()]
+        rows = gather_values([*mine, self._asked_to_leave], self.transport, self.device).tolist()
+        ranks = [RankMeasurement(*row[:-1]) for row in rows]
+        self._agree_to_leave([row[-1] for row in rows])
         flops = 3 * float(forward_flops(batch.lengths, self.setup.spec).sum())  # a backward is two forwards
         peak_flops = find_peak_flops(self.setup.cost.cluster.device, self.device)
         plan, bound_ns = step_plan.plan, step_plan.bound_ns
@@ -245,15 +261,44 @@ class Trainer(AbstractContextManager):
         self.parameters.zero_grad()
         return rate
 
+    @property
+    def _asked_to_leave(self) -> bool:
+        return self._watchdog is not None and self._watchdog.asked_to_leave
+
+    def _agree_to_leave(self, asked: Sequence[float]) -> None:
+        """Note whether a rank was asked to leave, which all ranks know from a gather that they had in any case."""
+        self._leaves = any(asked)
+
+    def _leaves_after(self, step: int) -> bool:
+        """Whether the ranks have agreed to leave after this step; after the last one the run ends as ever."""
+        return self._leaves and step < self.setup.steps
+
+    def leave(self, step: int) -> dict[str, Any]:
+        """Write a checkpoint, wait until it is complete, and say so. All ranks call it."""
+        self.save_checkpoint(step)
+        self.checkpoints.wait()
+        if self._watchdog is not None:
+            self._watchdog.finish()
+        left = f"left after step {step:,} of {self.setup.steps:,}, asked by a signal"
+        return {"left": f"{left}; {self.checkpoints.latest} is complete, and the same command goes on from it"}
+
     def evaluate(self, step: int, metrics: Metrics | None) -> None:
-        """Compute the loss on the validation batches, each planned when it is due. All ranks call it."""
+        """Compute the loss on the validation batches, each planned when it is due. All ranks call it.
+
+        A run that leaves does not begin the next batch: the run that goes on from its checkpoint evaluates first.
+        """
         source, batches = self.setup.validation()
         total = 0.0
+        self._evaluation_due = True
         for index, batch in enumerate(batches):
+            if self._leaves_after(step):
+                return
             self._enter_phase(f"evaluation after step {step}")
             rank_plan = self.bind(self.plans.take(-1 - index, batch.lengths).plan)
             with RowReader(rank_plan, source, batch) as rows:
                 total += evaluate(rank_plan, self.parameters, rows, batch.valid_tokens) * batch.valid_tokens
+            self._agree_to_leave(gather_values([self._asked_to_leave], self.transport, self.device)[:, 0].tolist())
+        self._evaluation_due = False
         if metrics is not None:
             metrics.evaluation(step, total / sum(batch.valid_tokens for batch in batches))
 
@@ -284,7 +329,8 @@ class Trainer(AbstractContextManager):
         """Start to write a checkpoint: parameters, optimiser state, sampler cursor, config and strategies."""
         self._enter_phase(f"checkpoint of step {step}", limited=False)  # the disk may still be busy with the one before
         strategies = [strategy.as_dict() for strategy in self.setup.planners.strategies]
-        extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict(), "strategies": strategies}
+        extra: dict[str, Any] = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
+        extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due}
         state = state_by_name(self.optimiser)
         self.checkpoints.save(step, model=self.parameters.master_weights(), optimiser=state, extra=extra)
 
@@ -304,6 +350,7 @@ class Trainer(AbstractContextManager):
         manifest = self.checkpoints.load(path, model=self.parameters.master_weights(), optimiser=state)
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
+        self._evaluation_due = manifest.extra.get("evaluation_due", False)
         return manifest.step
 
     def _start_planner(self) -> PlanAhead | None:
@@ -312,7 +359,8 @@ class Trainer(AbstractContextManager):
         limit = self.config.run.timeout_s / 2  # other ranks wait as well
         patience = {"patience_s": min(PATIENCE_S, limit), "first_patience_s": min(FIRST_PATIENCE_S, limit)}
         planners = self.setup.planners
-        ahead = PlanAhead(self.setup.cost, planners.planner, fallback=planners.fallback, **patience)
+        with blocked_signals():  # the run leaves after a step, which needs plans
+            ahead = PlanAhead(self.setup.cost, planners.planner, fallback=planners.fallback, **patience)
         return self._closing.enter_context(ahead)
 
     def _open_metrics(self, stream: IO[str] | None) -> Metrics | None:

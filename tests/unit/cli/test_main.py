@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from seqloom import cli as command
-from seqloom.errors import SeqloomError
+from seqloom.errors import LeftEarly, SeqloomError
 from seqloom.version import __version__
 
 
@@ -29,23 +29,25 @@ def test_unknown_option_and_verb_exit_with_2(run):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "message", "code"),
     [
-        (SeqloomError("no such thing; try another"), "seqloom: no such thing; try another\n"),
+        (SeqloomError("no such thing; try another"), "seqloom: no such thing; try another\n", 2),
         (
             PermissionError(13, "Permission denied", "plan.json"),
             "seqloom: cannot use 'plan.json': Permission denied; check the path and its permissions\n",
+            2,
         ),
+        (LeftEarly("left after step 3"), "seqloom: left after step 3\n", 75),
     ],
 )
-def test_a_refused_request_is_one_message_and_exit_code_2(error, message, monkeypatch, capsys):
+def test_a_refused_request_is_one_message_and_an_exit_code(error, message, code, monkeypatch, capsys):
     def refuse(prog_name: str) -> None:
         raise error
 
     monkeypatch.setattr(command, "app", refuse)
     with pytest.raises(SystemExit) as stopped:
         command.main()
-    assert stopped.value.code == 2
+    assert stopped.value.code == code
     assert capsys.readouterr() == ("", message)
 
 

@@ -71,6 +71,38 @@ def test_every_strategy_of_a_run_is_compared_where_it_holds_the_batch(settings, 
     assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("planners", "sharding", "cluster"),
+    [
+        ("flex,pipeline:2", "full", "1x2xCPU"),
+        pytest.param("zones,pipeline:2", "hybrid", "2x2xCPU", marks=pytest.mark.slow),
+        pytest.param("static,adaptive", "none", "1x4xCPU", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_are_processes_with_sharded_parameters(fork_server, settings, planners, sharding, cluster):
+    ranks = 2 if cluster == "1x2xCPU" else 4
+    sets = (f"plan.sharding={sharding}", f"plan.cluster={cluster}", "plan.capacity=50")
+    words = [word for each in sets for word in ("--set", each)]
+    result = run(*settings, *words, "--planners", planners, "--gloo", "--ranks", ranks, "--batches", "2", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["passed"] and (report["on"], report["ranks"]) == ("gloo", ranks)
+    assert [row["planner"] for row in report["plans"]] == planners.split(",") * 2
+    assert 0 < max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
+
+
+@pytest.mark.distributed
+def test_the_strategies_of_a_run_on_processes_that_move_parameters(fork_server, settings, tmp_path):
+    tp_group = PipelineConfig(ParallelConfig(1, 2), (0, 1), 90)
+    (tmp_path / "list.json").write_text(strategies_to_json([Strategy((tp_group,))]))
+    free = ("plan.planner=hydraulis", "plan.sharding=free", f"plan.strategies={tmp_path / 'list.json'}")
+    result = run(*settings, *(word for each in free for word in ("--set", each)), "--gloo", "--ranks", "2")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("same") == 5, "four usual planners, and the strategy"
+    assert "on 2 processes over gloo, float64" in " ".join(result.output.split())
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A recipe for Hugging Face folders, and two of them: with parameters, and with experts and none."""
@@ -151,6 +183,7 @@ def test_a_difference_is_exit_code_1(settings, monkeypatch):
         (("--dtype", "float16"), "unknown dtype 'float16'"),
         (("--planners", ","), "no planner in"),
         (("--batches", "0"), "0 batches"),
+        (("--gloo", "--nccl"), "leave one out"),
         (("--planners", "flix"), "did you mean"),
         (("--set", "plan.cluster=1x2xCPU"), "has 2 ranks, the run has 4"),
         (("--set", "data.source=nowhere"), "no token store"),
@@ -161,3 +194,17 @@ def test_what_cannot_be_is_refused(settings, words, message):
     result = run(*settings, *words)
     assert isinstance(result.exception, Exception) and result.exit_code != 0
     assert message in str(result.exception)
+
+
+def test_nccl_without_a_gpu_is_refused_with_the_way_out(settings, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = run(*settings, "--nccl")
+    assert isinstance(result.exception, SeqloomError)
+    assert "finds no GPU" in str(result.exception) and "--gloo" in str(result.exception)
+
+
+def test_processes_under_a_launcher_are_refused(settings, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    result = run(*settings, "--gloo")
+    assert isinstance(result.exception, SeqloomError) and "leave the launcher out" in str(result.exception)

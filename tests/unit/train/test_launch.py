@@ -1,10 +1,13 @@
 """Starting ranks: the watchdog, the allocator's setting, and compilers that are missing."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -12,13 +15,14 @@ import torch.distributed as dist
 
 from seqloom.cli.doctor import examine
 from seqloom.dist import JobRank
-from seqloom.errors import SeqloomError
+from seqloom.errors import LeftEarly, SeqloomError
 from seqloom.train import launch
 from seqloom.train.config import Config
 from seqloom.train.launch import (
     ALLOCATOR_SETTING,
     ALLOCATOR_VARIABLES,
     EXIT_FAILED,
+    WATCHED_NCCL,
     Watchdog,
     allocator_advice,
     allocator_environment,
@@ -26,11 +30,21 @@ from seqloom.train.launch import (
     node_note,
 )
 from seqloom.train.setup import RunSetup
+from seqloom.train.signals import END, LEAVE_SIGNALS
 from support.runs import SMALL, be_stuck
 
 GLOO = "[/third_party/gloo/tcp/pair.cc:537] Read error [127.0.0.1]:48049: Connection reset by peer. This is typical"
 STEP = "step 7, plan 0123456789ab"
 SHOW = f"import os; print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES!r}])"
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """A watchdog leaves signals ignored in a process that will end."""
+    before = {each: signal.getsignal(each) for each in (*LEAVE_SIGNALS, END)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def words_after(error: BaseException, folder: Path, phase: str = STEP) -> str:
@@ -80,29 +94,64 @@ def test_a_defect_keeps_its_type_and_gets_a_note(tmp_path):
 
 
 def test_nothing_of_it_stays_after_a_good_end(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(each) for each in LEAVE_SIGNALS]
     with Watchdog(4, 30, tmp_path, print) as watchdog:
         watchdog.enter_phase(STEP)
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
+        assert not {signal.getsignal(each) for each in LEAVE_SIGNALS} & {*before}
+    assert [signal.getsignal(each) for each in LEAVE_SIGNALS] == before and signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_during_steps_is_a_request_and_the_warning_of_slurm_does_not_count_as_the_first(tmp_path):
+    with Watchdog(4, 30, tmp_path, print) as watchdog:
+        watchdog.begin_steps()
+        assert not watchdog.asked_to_leave
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        until = time.monotonic() + 10
+        while not watchdog.asked_to_leave and time.monotonic() < until:
+            time.sleep(0.01)
+        assert watchdog.asked_to_leave
+
+
+def test_after_the_checkpoint_signals_have_no_effect(tmp_path):
+    with Watchdog(4, 30, tmp_path, print) as watchdog:
+        watchdog.begin_steps()
+        watchdog.finish()
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_request_that_is_not_met_in_time_is_reported_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_LATE_S", 0.0)
+    monkeypatch.setattr(launch, "_POLL_S", 0.01)
+    said = []
+    with Watchdog(4, 30, tmp_path, said.append) as watchdog:
+        watchdog.enter_phase(STEP)
+        watchdog.begin_steps()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+    assert len(said) == 1 and said[0].startswith(f"{STEP}: has not ended 0 s after a signal to leave")
 
 
 @pytest.mark.parametrize(
-    ("limit", "limited", "sends", "why"),
+    ("limit", "in_steps", "numbers", "code", "words"),
     [
-        (600, True, True, "stopped by SIGTERM"),
-        pytest.param(600, False, True, "stopped by SIGTERM", marks=pytest.mark.slow),
-        (1, True, False, "nothing has moved for 1 s"),
+        (600, True, [END], EXIT_FAILED, "one of 4 ranks has died or hangs (ended by the launcher"),
+        pytest.param(600, False, [END], EXIT_FAILED, "(ended by the launcher", marks=pytest.mark.slow),
+        (600, True, [signal.SIGINT, signal.SIGTERM], EXIT_FAILED, f"{STEP}: ended at once by SIGTERM, a second"),
+        (600, False, [signal.SIGTERM], LeftEarly.exit_code, "the same command starts it again"),
+        (1, True, [signal.SIGTERM], EXIT_FAILED, "nothing has moved for 1 s"),
     ],
 )
-def test_a_rank_that_is_stuck_in_a_call_speaks_and_ends(fork_server, tmp_path, limit, limited, sends, why):
-    process = get_context("forkserver").Process(target=be_stuck, args=(tmp_path, STEP, limit, limited, sends))
+def test_a_rank_that_is_stuck_in_a_call_speaks_and_ends(fork_server, tmp_path, limit, in_steps, numbers, code, words):
+    process = get_context("forkserver").Process(target=be_stuck, args=(tmp_path, STEP, limit, in_steps, numbers))
     process.start()
     process.join(timeout=60)
-    assert process.exitcode == EXIT_FAILED
+    assert process.exitcode == code
     said = (tmp_path / "said").read_text()
-    assert said.startswith(f"{STEP}: one of 4 ranks") and why in said
-    assert said.endswith("to go on\nat action 1F3")
+    assert words in said
+    assert ("one of 4 ranks" not in said) or said.endswith("to go on\nat action 1F3")
 
 
 @pytest.fixture
@@ -149,11 +198,11 @@ def test_ranks_are_started_with_it(unset, monkeypatch):
     """What the processes of a run would inherit, at the moment they are started."""
     found = {}
 
-    def start(*_, **__):
+    def start(process):
         found.update(os.environ)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch.mp, "start_processes", start)
+    monkeypatch.setattr(BaseProcess, "start", start)
     with pytest.raises(KeyboardInterrupt):
         launch.run_on_processes(print, 2)
     assert found[ALLOCATOR_VARIABLES[0]] == ALLOCATOR_SETTING and ALLOCATOR_VARIABLES[0] not in os.environ
@@ -165,6 +214,37 @@ def test_the_log_says_where_plans_take_other_nodes():
     said = "plan.cluster = '1x4xCPU' has 4 ranks in a node, 2 were started in this one"
     assert node_note(JobRank(0, 4, 0, 2), setup) == said
     assert node_note(JobRank(0, 4, 0, 4), setup) is None
+
+
+def environment_of_rank(process):
+    return {name: os.environ.get(name) for name in WATCHED_NCCL}
+
+
+@pytest.mark.distributed
+def test_only_watched_ranks_keep_torch_from_aborting_them(fork_server):
+    assert launch.run_on_processes(environment_of_rank, 1, watched=True) == WATCHED_NCCL
+    assert launch.run_on_processes(environment_of_rank, 1) == dict.fromkeys(WATCHED_NCCL)
+
+
+def die_or_hang(process, folder):
+    """Rank 0 dies; the others are in a call that never returns, as one that waits for a GPU."""
+    with Watchdog(process.job_rank.ranks, 600, folder, process.report) as watchdog:
+        watchdog.enter_phase(STEP)
+        watchdog.begin_steps()
+        dist.barrier()
+        if process.job_rank.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while ctypes.CDLL(None).sleep(60):
+            pass
+
+
+@pytest.mark.distributed
+def test_ranks_that_hang_are_ended_with_a_report_when_one_has_died(fork_server, tmp_path):
+    with pytest.raises(SeqloomError) as found:
+        launch.run_on_processes(die_or_hang, 2, tmp_path, watched=True)
+    assert str(found.value).startswith(
+        f"rank 0 has died (SIGKILL); rank 1: {STEP}: one of 2 ranks has died or hangs (ended"
+    )
 
 
 WAY_OUT = "install it, or set model.compile = false"

@@ -1,0 +1,28 @@
+"""Processes of this machine, read from /proc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def _processes() -> dict[int, tuple[int, str]]:
+    """Parent and command line of every process."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(folder.name)] = parent, (folder / "cmdline").read_text()
+        except OSError:
+            continue
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started, without the trackers of multiprocessing."""
+    return sorted(p for p, (parent, line) in _processes().items() if parent == pid and "resource_tracker" not in line)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes of the ranks, in their order: children of the launcher, or of the process that forks for it."""
+    servers = [pid for pid in children_of(launcher) if "forkserver" in _processes().get(pid, (0, ""))[1]]
+    return children_of(servers[0] if servers else launcher)
