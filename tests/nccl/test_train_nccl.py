@@ -19,14 +19,14 @@ from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
-VOCABULARY, STEPS, LIMIT_S = 257, 12, 240
-USUAL = {"run.steps": STEPS, "run.timeout_s": 100, "schedule.warmup": 2, "checkpoint.every": 4, "evaluation.every": 0}
+VOCABULARY, STEPS, LIMIT_S = 257, 20, 300
+USUAL = {"run.steps": STEPS, "run.timeout_s": 200, "schedule.warmup": 2, "checkpoint.every": 5, "evaluation.every": 0}
 RECIPES = {
     # recipe, ranks, overrides; then ranks and overrides of the run that goes on
     "qwen3-8xh200": (8, {}, 4, {"plan.cluster": "1x4xH200"}),
     "tiny-cpu": (4, {}, 2, {}),
     "pipeline-cpu": (4, {}, 4, {"pipeline.stages": 2}),
-    "hydraulis-cpu": (8, {}, 4, {"plan.planner": "static"}),
+    "hydraulis-cpu": (8, {"plan.cluster": "1x8xCPU"}, 4, {"plan.cluster": "1x4xCPU", "plan.planner": "static"}),
 }
 
 
@@ -85,7 +85,7 @@ def test_killed_and_resumed_is_undisturbed(device, corpus, tmp_path, name):
     ranks, changes, other_ranks, other_changes = RECIPES[name]
     whole = train(device, corpus, name, tmp_path / "whole", ranks, changes)
     assert len(whole) == STEPS and whole[-1] < whole[0]
-    code, said = train_until(device, corpus, name, tmp_path / "killed", ranks, changes, after=4)
+    code, said = train_until(device, corpus, name, tmp_path / "killed", ranks, changes, after=5)
     assert code == 2 and "has died (SIGKILL)" in said and "Traceback" not in said, said[-4000:]
     resumed = train(device, corpus, name, tmp_path / "killed", other_ranks, {**changes, **other_changes})
     half = name == "qwen3-8xh200"
@@ -94,7 +94,7 @@ def test_killed_and_resumed_is_undisturbed(device, corpus, tmp_path, name):
 
 def test_asked_to_leave_and_resumed_is_undisturbed(device, corpus, tmp_path):
     steps = {"run.steps": 100_000, "schedule.kind": "constant"}
-    code, said = train_until(device, corpus, "tiny-cpu", tmp_path / "left", 4, steps, after=4, ask=True)
+    code, said = train_until(device, corpus, "tiny-cpu", tmp_path / "left", 4, steps, after=5, ask=True)
     assert code == 75 and said.count("left after step") == 1 and "Traceback" not in said, said[-4000:]
     done = complete_checkpoints(tmp_path / "left" / "checkpoints")[-1][0]
     steps["run.steps"] = done + 2
