@@ -26,7 +26,7 @@ RECIPES = {
     "qwen3-8xh200": (8, {}, 4, {"plan.cluster": "1x4xH200"}),
     "tiny-cpu": (4, {}, 2, {}),
     "pipeline-cpu": (4, {}, 4, {"pipeline.stages": 2}),
-    "hydraulis-cpu": (8, {"plan.cluster": "1x8xCPU"}, 4, {"plan.cluster": "1x4xCPU", "plan.planner": "static"}),
+    "hydraulis-cpu": (8, {"plan.cluster": "1x8xCPU"}, 4, {"plan.cluster": "1x4xCPU", "plan.budget_gib": 0.5}),
 }
 
 
