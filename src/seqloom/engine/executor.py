@@ -125,6 +125,7 @@ class _Run:
             rank_plan.pipeline,
             self._actions,
             rank_plan.progress,
+            rank_plan.device,
         )
         self._states: dict[tuple[int, int | None], MicrobatchState] = {}
         self._totals = torch.zeros(2, dtype=torch.float64, device=rank_plan.device)  # sum of losses, valid labels

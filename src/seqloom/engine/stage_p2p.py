@@ -230,12 +230,43 @@ def _ends_last(row: list[Action]) -> list[Action]:
     return [action for action in row if action not in ends] + ends
 
 
-_Received = tuple[Exchange, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[int]]
-"""Exchange, result, (rows of the result, tensor that goes there) of peers whose rows are scattered, and all peers."""
+class _Output(NamedTuple):
+    """What a stage has computed, and when it is there in the order of the layers' stream; None on a CPU."""
+
+    tensor: torch.Tensor
+    ready: torch.cuda.Event | None
+
+
+class _Sent(NamedTuple):
+    """A started SEND, and what has to live until it is done."""
+
+    exchange: Exchange
+    tensors: list[P2PTensor]
+    output: torch.Tensor
+
+
+class _Received(NamedTuple):
+    """A started RECV.
+
+    Attributes:
+        result: where rows go, or where `scattered` are put: (rows of the result, tensor of a peer).
+        started: what this rank has sent itself is there then; None on a CPU.
+    """
+
+    exchange: Exchange
+    result: torch.Tensor
+    scattered: list[tuple[torch.Tensor, torch.Tensor]]
+    peers: list[int]
+    started: torch.cuda.Event | None
 
 
 class StageP2P:
-    """The messages of one rank in one step."""
+    """The messages of one rank in one step.
+
+    On a GPU they run beside the layers: a message starts behind the output that it sends, or at once where it only
+    receives, on a stream of its channel. Behind the layers' own stream, where torch would put it, a receive would start
+    after the microbatch that runs now, and the next one would wait for it.
+    """
 
     def __init__(
         self,
@@ -244,6 +275,7 @@ class StageP2P:
         pipeline: Pipeline | None,
         row: Sequence[Action],
         progress: Progress,
+        device: torch.device,
     ) -> None:
         """Start with nothing sent.
 
@@ -251,48 +283,52 @@ class StageP2P:
             empty_hidden_states: allocates the hidden states of so many tokens, see `Parameters.empty_hidden_states`.
             pipeline: of this rank; None: it is in none.
             row: the actions of this rank.
+            device: of the hidden states.
         """
-        self._empty, self._progress = empty_hidden_states, progress
+        self._empty, self._progress, self._device = empty_hidden_states, progress, device
         self._pp_ranks = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))] if pipeline else []
         self._leave_with_receive = {send_of(each) for each in row if each.kind in (RECV_F, RECV_B)} & {*row}
         self._on = cache(transport.on)
-        self._outputs: dict[Action, torch.Tensor] = {}
+        self._outputs: dict[Action, _Output] = {}
         self._received: dict[Action, _Received] = {}
-        self._leaving: dict[Action, list[P2PTensor]] = {}
-        self._sent: dict[Action, tuple[Exchange, list[P2PTensor]]] = {}
+        self._leaving: dict[Action, tuple[list[P2PTensor], torch.Tensor]] = {}
+        self._sent: dict[Action, _Sent] = {}
 
     def put(self, action: Action, tensor: torch.Tensor) -> None:
         """Store what a SEND will send, or what a RECV that needs no message will return."""
-        self._outputs[action] = tensor
+        self._outputs[action] = _Output(tensor, self._now())
 
     def poll(self) -> None:
         """Free what has been sent. Called between actions."""
-        for action, (handle, _) in [*self._sent.items()][:1]:  # the oldest: others are rarely done before it
-            if handle.done():
+        for action, sent in [*self._sent.items()][:1]:  # the oldest: others are rarely done before it
+            if sent.exchange.done():
                 self._free_sent(action)
 
     def send(self, action: Action, slices: Sequence[RowSlice]) -> None:
         """Run a SEND of the row: start to send what was put there, or have the RECV that follows start it."""
-        output = self._outputs.pop(action)
-        sends = [P2PTensor(peer, output[rows].contiguous()) for peer, rows, _ in slices]
-        if action in self._leave_with_receive:
-            self._leaving[action] = sends
-        elif sends:
-            self._sent[action] = self._start(action, action, sends, []), sends
+        output, ready = self._outputs.pop(action)
+        with self._on_stream_of(action, behind=ready):
+            sends = [P2PTensor(peer, output[rows].contiguous()) for peer, rows, _ in slices]
+            if action in self._leave_with_receive:
+                self._leaving[action] = sends, output
+            elif sends:
+                self._sent[action] = _Sent(self._start(action, action, sends, []), sends, output)
 
     def receive(self, action: Action, tokens: int, slices: Sequence[RowSlice]) -> None:
         """Run a RECV of the row: start to receive."""
         send = send_of(action)
-        sends = self._leaving.pop(send, [])
-        result, receives, scattered = self._empty(tokens), [], []
-        for peer, rows, count in slices:
-            in_order = isinstance(rows, slice)
-            receives.append(P2PTensor(peer, result[rows] if in_order else self._empty(count)))
-            scattered += [] if in_order else [(rows, receives[-1].tensor)]
-        handle = self._start(action, send, sends, receives)
-        self._received[action] = handle, result, scattered, [each.peer for each in receives]
-        if sends:
-            self._sent[send] = handle, sends
+        sends, output = self._leaving.pop(send, ([], None))
+        with self._on_stream_of(send):
+            result, receives, scattered = self._empty(tokens), [], []
+            for peer, rows, count in slices:
+                in_order = isinstance(rows, slice)
+                receives.append(P2PTensor(peer, result[rows] if in_order else self._empty(count)))
+                scattered += [] if in_order else [(rows, receives[-1].tensor)]
+            exchange = self._start(action, send, sends, receives)
+            peers = [each.peer for each in receives]
+            self._received[action] = _Received(exchange, result, scattered, peers, self._now())
+        if output is not None:
+            self._sent[send] = _Sent(exchange, sends, output)
 
     def wait(self, action: Action) -> torch.Tensor:
         """Return what a RECV has received, or what was put there instead, [tokens, hidden].
@@ -301,10 +337,13 @@ class StageP2P:
         """
         if action not in self._received:
             found = self._outputs.pop(action, None)
-            return self._empty(0) if found is None else found
-        handle, result, scattered, peers = self._received.pop(action)
+            return self._empty(0) if found is None else found.tensor
+        exchange, result, scattered, peers, started = self._received.pop(action)
         with self._progress.waiting(action, peers):
-            handle.wait()
+            exchange.wait()
+        if started is not None:
+            started.wait()
+        _use_in_current_stream([result, *(tensor for _, tensor in scattered)])
         for rows, tensor in scattered:
             result[rows] = tensor
         if action.kind == RECV_B:  # it answers the SEND_F, which has arrived then, whether the transport knows or not
@@ -316,18 +355,54 @@ class StageP2P:
         while self._sent:
             self._free_sent(next(iter(self._sent)))
 
+    def _channel(self, send: Action) -> Channel:
+        return Channel.of_message(self._pp_ranks[send.stage], forward=send.kind == SEND_F)
+
     def _start(self, action: Action, send: Action, sends: list[P2PTensor], receives: list[P2PTensor]) -> Exchange:
-        channel = Channel.of_message(self._pp_ranks[send.stage], forward=send.kind == SEND_F)
         peers = [each.peer for each in (*sends, *receives)]
         with self._progress.waiting(action, peers):  # a rank that is gone may be noticed here
-            return exchange_nonempty(self._on(channel), sends, receives)
+            return exchange_nonempty(self._on(self._channel(send)), sends, receives)
 
     def _free_sent(self, action: Action) -> None:
         """Wait for what a SEND has sent, and free it."""
         if action in self._sent:
-            handle, sends = self._sent.pop(action)
+            exchange, sends, _ = self._sent.pop(action)
             with self._progress.waiting(action, [each.peer for each in sends]):
-                handle.wait()
+                exchange.wait()
+            _use_in_current_stream([each.tensor for each in sends])
+
+    def _now(self) -> torch.cuda.Event | None:
+        """Return a point in the order of the current stream; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def _on_stream_of(self, send: Action, *, behind: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Make the stream of a message's channel the current one."""
+        if self._device.type != "cuda":
+            yield
+            return
+        stream = _message_stream(self._device, self._channel(send))
+        if behind is not None:
+            stream.wait_event(behind)
+        with torch.cuda.stream(stream):
+            yield
+
+
+@cache
+def _message_stream(device: torch.device, channel: Channel) -> torch.cuda.Stream:
+    """Return the stream on which the messages of a channel start, the same one for a process's life."""
+    return torch.cuda.Stream(device)
+
+
+def _use_in_current_stream(tensors: Sequence[torch.Tensor]) -> None:
+    """Let the allocator know that tensors of another stream are used in the current one, until what it has now ends."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def send_of(receive: Action) -> Action:

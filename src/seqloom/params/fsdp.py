@@ -165,11 +165,11 @@ def new_mesh(device: torch.device, ranks: torch.Tensor, axes: tuple[str, ...]) -
     groups = []
     for axis, size in enumerate(ranks.shape):
         rows = ranks.movedim(axis, -1).reshape(-1, size).tolist()
-        groups += [group for row in rows if (group := new_group(row, _backend(device))) is not None]
+        groups += [group for row in rows if (group := new_group(row, backend_of(device))) is not None]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=axes)
 
 
-def _backend(device: torch.device) -> str:
+def backend_of(device: torch.device) -> str:
     """Return the backend that moves the tensors of a device."""
     return dist.get_backend_config().partition(f"{device.type}:")[2].partition(",")[0] or dist.get_backend()
 

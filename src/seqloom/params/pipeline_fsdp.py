@@ -6,8 +6,8 @@ The ranks form a mesh, pp ranks x replicas x shards. Four stages on 16 ranks, hy
                 2  3                6  7               10 11                14 15    the rows are replicas
 
 Once per step the ranks of a stage gather its parameters, unsharded gradients add up over all microbatches, then
-`reduce` sums them along a row and `finish_gradients` over the rows. A tied embedding is on the first and on the last
-stage: its gradients are summed over both, so both keep the same values.
+`reduce` sums them along a row, both beside the layers of other stages, and `finish_gradients` over the rows. A tied
+embedding is on the first and on the last stage: its gradients are summed over both, so both keep the same values.
 
 torch's FSDP2 does not serve here: it reduces gradients in the hooks of a backward, but weight gradients of a split
 backward (W) come after the last one, when only private methods of FSDP2 could start the reduction.
@@ -22,7 +22,9 @@ Parameters travel in flat buckets. Every rank's part of a parameter has the leng
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import cast
 
@@ -33,13 +35,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from seqloom.attention.merge import sum_dtype
-from seqloom.compat import dtensor_like, inherit_timeout
+from seqloom.compat import dtensor_like
 from seqloom.dist import Context, Transport
-from seqloom.dist.torch_transport import flat_collective
+from seqloom.dist.torch_transport import flat_collective, new_group
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
-from seqloom.params.fsdp import REPLICA, SHARD, new_mesh
+from seqloom.params.fsdp import REPLICA, SHARD, backend_of, new_mesh
 from seqloom.params.interface import (
     Parameters,
     accumulate_wide,
@@ -106,7 +108,7 @@ class PipelineFSDP(Parameters):
             name: [index for index, names in enumerate(by_pp_rank) if name in names]
             for name, _ in adapter.module.named_parameters()
         }
-        self._tied_groups = _tied_groups(self._holders, ranks)
+        self._tied_groups = _tied_groups(self._holders, ranks, device)
         drop_other_stages(adapter, self._stages)
         self._sharded: dict[str, ShardedParameter] = {}
         for name, parameter in held.items():
@@ -118,6 +120,7 @@ class PipelineFSDP(Parameters):
             layers: [self._sharded[name] for name in parameters_of(adapter, layers)] for layers in self._stages
         }
         self._unsharded: set[LayerRange] = set()
+        self._gathered: dict[LayerRange, torch.Event] = {}  # when the gather of a stage is done, before its first use
         self._unreduced: set[LayerRange] = set()  # have run since the last reduction
 
     @property
@@ -133,16 +136,20 @@ class PipelineFSDP(Parameters):
         allocated = self._in_use()
         self._unsharded.add(layers)
         wanted = [each for each in self._by_stage[layers] if id(each) not in allocated and not each.is_master]
-        for bucket in buckets(wanted, lambda each: each.copy):
-            for each in bucket:
-                each.allocate()
-            _all_gather(bucket, self._mesh.get_group(SHARD))
+        for each in wanted:
+            each.allocate()
+        with self._on_own_stream() as stream:
+            for bucket in buckets(wanted, lambda each: each.copy):
+                _all_gather(bucket, self._mesh.get_group(SHARD))
+            if stream is not None:
+                self._gathered[layers] = stream.record_event()
 
     def forward(
         self, layers: LayerRange, inputs: torch.Tensor, labels: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         """See `Parameters.forward`."""
         self.unshard(layers)
+        self._wait_gathered(layers)
         if torch.is_grad_enabled():
             self._unreduced.add(layers)
         return super().forward(layers, inputs, labels, context)
@@ -152,12 +159,21 @@ class PipelineFSDP(Parameters):
         self._check(layers)
         self._unreduced.discard(layers)
         wanted = [each for each in self._by_stage[layers] if each.copy.requires_grad]
+        if wanted and wanted[0].ranks == 1:
+            for each in wanted:
+                each.add_gradient(each.pop_gradient())
+            return
         for bucket in buckets(wanted, lambda each: each.copy):
-            _reduce_scatter(bucket, self._mesh.get_group(SHARD))
+            packed = _pack_gradients(bucket)
+            with self._on_own_stream() as stream:
+                _reduce_scatter(bucket, packed, self._mesh.get_group(SHARD))
+                if stream is not None:
+                    packed.record_stream(stream)
 
     def reshard(self, layers: LayerRange) -> None:
         """See `Parameters.reshard`."""
         self._check(layers)
+        self._wait_gathered(layers)
         self._unsharded.discard(layers)
         needed = self._in_use()
         for each in self._by_stage[layers]:
@@ -169,6 +185,9 @@ class PipelineFSDP(Parameters):
         for layers in self._stages:
             if layers in self._unreduced:  # the plan has no REDUCE for it
                 self.reduce(layers)
+        stream = _parameter_stream(self._device)
+        if stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         masters = self.master_weights()
         if self._mesh[REPLICA].size() > 1:
             group = self._mesh.get_group(REPLICA)
@@ -228,6 +247,26 @@ class PipelineFSDP(Parameters):
             dist.broadcast(full, int(column.mesh[source]), group=column.get_group())
         return full
 
+    def _wait_gathered(self, layers: LayerRange) -> None:
+        """Have the layers' stream wait for the gather of a stage, once."""
+        event = self._gathered.pop(layers, None)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[torch.cuda.Stream | None]:
+        """Run collectives beside the layers, on a GPU: behind what the layers' stream was given so far.
+
+        Memory that is allocated inside is used again only behind that, too.
+        """
+        stream = _parameter_stream(self._device)
+        if stream is None:
+            yield None
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield stream
+
     def _in_use(self) -> set[int]:
         """Ids of the parameters of unsharded stages."""
         return {id(each) for layers in self._unsharded for each in self._by_stage[layers]}
@@ -241,7 +280,15 @@ class PipelineFSDP(Parameters):
             )
 
 
-def _tied_groups(holders: dict[str, list[int]], ranks: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
+@cache
+def _parameter_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream of parameters and their gradients, the same for a process's life; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _tied_groups(
+    holders: dict[str, list[int]], ranks: torch.Tensor, device: torch.device
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create process groups of ranks with the same rows of a parameter of several pp ranks; return those of this rank.
 
     All processes of the job call it and create the groups in one order.
@@ -249,9 +296,8 @@ def _tied_groups(holders: dict[str, list[int]], ranks: torch.Tensor) -> dict[tup
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for pp_ranks in sorted({tuple(each) for each in holders.values() if len(each) > 1}):
         for replica, shard in product(*map(range, ranks.shape[1:])):
-            group = dist.new_group([int(ranks[pp_rank, replica, shard]) for pp_rank in pp_ranks])
-            if isinstance(group, dist.ProcessGroup):  # this rank is a member
-                inherit_timeout(group)
+            group = new_group([int(ranks[pp_rank, replica, shard]) for pp_rank in pp_ranks], backend_of(device))
+            if group is not None:
                 found[pp_ranks] = group
     return found
 
@@ -312,8 +358,11 @@ class ShardedParameter:
         gradient, self.copy.grad = self.copy.grad, None
         return None if gradient is None else gradient.reshape(-1)
 
-    def add_gradient(self, flat: torch.Tensor) -> None:
-        """Add the first elements of a flat tensor, without its padding, to the master's gradient."""
+    @torch.no_grad()
+    def add_gradient(self, flat: torch.Tensor | None) -> None:
+        """Add the first elements of a flat tensor, without its padding, to the master's gradient; None: zero."""
+        if flat is None:
+            return
         shard = self.shard
         gradient = flat[: shard.numel()].view(shard.shape).to(shard.dtype)
         if self.master.grad is None:
@@ -342,23 +391,22 @@ def _all_gather(bucket: Sequence[ShardedParameter], group: dist.ProcessGroup) ->
 
 
 @torch.no_grad()
-def _reduce_scatter(bucket: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
-    """Add the sum of all ranks' gradients to those of the masters; a missing gradient counts as zero."""
-    ranks = bucket[0].ranks
-    if ranks == 1:
-        for each in bucket:
-            gradient = each.pop_gradient()
-            if gradient is not None:
-                each.add_gradient(gradient)
-        return
-    sizes = [each.padded_size for each in bucket]
+def _pack_gradients(bucket: Sequence[ShardedParameter]) -> torch.Tensor:
+    """Take the gradients of the copies: [ranks, padded sizes]; a missing one counts as zero."""
+    sizes, ranks = [each.padded_size for each in bucket], bucket[0].ranks
     packed = bucket[0].copy.new_zeros((ranks, sum(sizes)), dtype=sum_dtype(bucket[0].copy.dtype))
     for each, parts in zip(bucket, packed.split(sizes, 1), strict=True):
         gradient = each.pop_gradient()
         if gradient is not None:
             for full, shards in _without_padding(gradient, parts):
                 shards.copy_(full)
-    summed = packed.new_empty(sum(sizes))
+    return packed
+
+
+@torch.no_grad()
+def _reduce_scatter(bucket: Sequence[ShardedParameter], packed: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Add the sum of all ranks' packed gradients to those of the masters."""
+    sizes, summed = [each.padded_size for each in bucket], packed.new_empty(packed.shape[1])
     flat_collective("reduce_scatter")(summed, packed.view(-1), group=group)
     for each, part in zip(bucket, summed.split(sizes), strict=True):
         each.add_gradient(part)

@@ -215,7 +215,7 @@ class RecordedExchange:
 
 
 def p2p_of(transport, row=(), pipeline=PIPELINE):
-    return StageP2P(transport, hidden, pipeline, row, Progress(pipeline, transport.rank))
+    return StageP2P(transport, hidden, pipeline, row, Progress(pipeline, transport.rank), torch.device("cpu"))
 
 
 def test_every_direction_and_neighbour_has_a_channel():
