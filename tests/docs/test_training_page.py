@@ -15,9 +15,10 @@ from seqloom.models.loss import CHUNK
 from seqloom.plan import Checkpoint, Remap, Sharding
 from seqloom.profiling.verify import TOLERANCE
 from seqloom.train.config import Run
-from seqloom.train.launch import EXIT_FAILED, WATCHED_NCCL
+from seqloom.train.launch import WATCHED_NCCL
 from seqloom.train.logging import StepRecord
 from seqloom.train.trainer import FIRST_PATIENCE_S, PATIENCE_S
+from seqloom.train.watchdog import EXIT_FAILED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()

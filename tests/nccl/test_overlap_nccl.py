@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.profiler import record_function
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
@@ -15,7 +14,7 @@ from seqloom.plan import Group, Sharding
 from seqloom.planners.registry import PlannerChoice
 from seqloom.train.model import prepare_layers, shard_parameters
 from support.steps import one_stage_plan
-from support.traces import traced
+from support.traces import name_passes, traced
 
 RANKS, TOKENS = 8, 8_192
 SPEC = ModelSpec("wide", 4, 1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, gated=True, vocabulary=1000, tied=False)
@@ -62,8 +61,7 @@ def trace_step(transport, plan, device):
     adapter = prepare_layers(adapter, split_backward=len(plan.pipelines[0].stages) > 1)
     cost = cost_of(plan.sharding, len(plan.pipelines[0].stages))
     parameters = shard_parameters(adapter, transport, plan.pipelines[0].stages, cost, torch.bfloat16)
-    for name in ("forward", "backward"):
-        setattr(parameters, name, partial(call_named, name, getattr(parameters, name)))
+    name_passes(parameters)
 
     def rows(context):
         ids = torch.zeros(context.tokens, dtype=torch.int64, device=device)
@@ -85,12 +83,6 @@ def trace_step(transport, plan, device):
         "beside": {verb: trace.beside(verb) for verb in VERBS},
         "waits": trace.waits_in("forward") + trace.waits_in("backward"),
     }
-
-
-def call_named(name, call, *args, **kwargs):
-    """Call under a name that the trace shows."""
-    with record_function(name):
-        return call(*args, **kwargs)
 
 
 @pytest.mark.parametrize("name", CASES)

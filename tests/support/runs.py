@@ -21,10 +21,11 @@ from seqloom.simulate import predicted_ns
 from seqloom.train import checkpoint
 from seqloom.train.checkpoint import Checkpoints, complete_checkpoints
 from seqloom.train.config import Config
-from seqloom.train.launch import Watchdog
 from seqloom.train.logging import StepRecord, read_steps
 from seqloom.train.setup import RunSetup
+from seqloom.train.signals import receive_signals
 from seqloom.train.trainer import Trainer
+from seqloom.train.watchdog import Watchdog
 from support.tiny_specs import TINY
 
 SMALL = (
@@ -139,6 +140,7 @@ def be_stuck(folder: Path, phase: str, timeout_s: float, in_steps: bool, numbers
     def report(text: str) -> None:
         (folder / "said").write_text(text)
 
+    receive_signals()  # the server that this is a fork of may have been started without them
     with Watchdog(4, timeout_s, folder, report) as watchdog:
         watchdog.enter_phase(phase, details=lambda: "at action 1F3")
         if in_steps:

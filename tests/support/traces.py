@@ -7,11 +7,14 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from seqloom.params import Parameters
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls that return only when the GPU has done something."""
@@ -123,3 +126,14 @@ def traced(body: Callable[[], object]) -> Trace:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return Trace.of(json.loads(path.read_text())["traceEvents"])
+
+
+def name_passes(parameters: Parameters) -> None:
+    """Have traces show the forwards and backwards of parameters under these names."""
+    for name in ("forward", "backward"):
+        setattr(parameters, name, partial(_call_named, name, getattr(parameters, name)))
+
+
+def _call_named(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with record_function(name):
+        return call(*args, **kwargs)

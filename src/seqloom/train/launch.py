@@ -2,9 +2,7 @@
 
 Ranks are processes that `run_on_processes` starts on this machine, those that a launcher has started
 (`run_as_launched_rank`), or those of another library that has connected them (`train_in_process_group`). Every training
-rank runs under a `Watchdog`: it knows the current phase, and when another rank dies or nothing moves, it reports the
-phase and ends the process, so that no rank waits for ever. It also takes the signals that ask a run to leave
-(`signals`), which the trainer does after the step.
+rank runs under a `Watchdog`, so that no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -26,11 +24,12 @@ from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from math import inf
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import DefaultContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -51,21 +50,17 @@ from seqloom.errors import LeftEarly, SeqloomError
 from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.planners.plan_ahead import end_with_parent
-from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.config import Config
 from seqloom.train.logging import StartUp
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
 from seqloom.train.setup import RunChoices, RunSetup, write_strategies
 from seqloom.train.signals import END, LEAVE, LEAVE_SIGNALS, URGENT, SignalPipe, blocked_signals, receive_signals
 from seqloom.train.trainer import Trainer
+from seqloom.train.watchdog import EXIT_FAILED, START_S, Watchdog, left_before_steps
 from seqloom.version import __version__
 
 GRACE_S = 2.0
 """Seconds that ranks have to report by themselves after one of them has ended."""
-START_S = 600.0
-"""Seconds that ranks may take to start and connect, whatever run.timeout_s is."""
-EXIT_FAILED = 2
-"""Exit code of a rank that could not continue."""
 WATCHED_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watchdogs abort a process whose NCCL peer is gone, or that hangs for 8 minutes, without a word about step
 and plan. Ranks that are started here have a `Watchdog` and a launcher for it; under another launcher torch's defaults
@@ -129,6 +124,7 @@ def train_on_processes(
     """
     _check_compilers_if_needed(config)
     check_gpus(ranks, share_gpu=share_gpu)
+    _start_context(model_family.build.__module__)  # it loads torch while this process looks at the run
     config = with_launched_nodes(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)])
     setup = RunSetup.load(config, ranks)  # refuse here, once, what every process would refuse
     config = write_strategies(setup.config, setup.planners.strategies)
@@ -316,10 +312,7 @@ def run_on_processes(
     main thread, are passed on to it, and torch leaves it to the watchdog to end a rank (`WATCHED_NCCL`).
     """
     check_gpus(ranks, share_gpu=share_gpu or on_cpu)
-    method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
-    context = cast("DefaultContext", mp.get_context(method))
-    if method == "forkserver":
-        context.set_forkserver_preload([__name__, body.__module__, *filter(None, [preload])])
+    context = _start_context(body.__module__, *filter(None, [preload]))
     forwards = watched and threading.current_thread() is threading.main_thread() and sys.platform != "win32"
     signals = SignalPipe(LEAVE_SIGNALS) if forwards else None
     processes: list[BaseProcess] = []
@@ -342,6 +335,20 @@ def run_on_processes(
         if codes != [0] * ranks:
             raise _failure(Path(folder), codes, way_out, watched=watched)
         return torch.load(Path(folder) / "result", weights_only=True)
+
+
+def _start_context(*modules: str) -> DefaultContext:
+    """Return how processes are started: as forks of a server, where there are forks, which is told what to load.
+
+    The server starts at the first call, without signals to leave (see `signals`); later modules are loaded by forks.
+    """
+    if "forkserver" not in mp.get_all_start_methods():
+        return cast("DefaultContext", mp.get_context("spawn"))
+    context = cast("DefaultContext", mp.get_context("forkserver"))
+    context.set_forkserver_preload([__name__, *modules])
+    with allocator_environment(), blocked_signals():
+        forkserver.ensure_running()
+    return context
 
 
 def _wait_for_ranks(processes: Sequence[BaseProcess], signals: SignalPipe | None, way_out: str) -> list[int | None]:
@@ -439,156 +446,13 @@ def _failure(folder: Path, codes: Sequence[int | None], way_out: str, *, watched
     if watched and LeftEarly.exit_code in codes:
         return LeftEarly(reports[0][1])
     if watched and by_signal:
-        return LeftEarly(_left_before_steps(None))
+        return LeftEarly(left_before_steps(None))
     ended = [(rank, code) for rank, code in enumerate(codes) if code]
     dead = [f"rank {rank} has died ({signal.Signals(-code).name})" for rank, code in ended if code < 0]
     if reports:
         return SeqloomError("; ".join([*dead, f"rank {reports[0][0]}: {reports[0][1]}"]))
     silent = [f"rank {rank} has ended with exit code {code}" for rank, code in ended if code > 0]
     return SeqloomError("; ".join([*dead, *silent, way_out]))
-
-
-# ---- Watchdog
-
-_POLL_S = 1.0
-_LATE_S = 25.0
-"""Seconds after a signal to leave at which a step that has not ended is reported: torchrun and Slurm kill after 30."""
-_LOST_RANK = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|timed? ?out", re.IGNORECASE)
-"""What gloo and the store say of a rank that is gone; they raise plain errors."""
-
-
-class Watchdog:
-    """Ends a rank that cannot continue, with a report of what it was doing. Used in a `with`.
-
-    A rank stops in three ways: a message fails because the other side is gone, the launcher that saw a process die
-    sends `signals.END`, or nothing moves for longer than ranks may wait for each other. In the last two the main thread
-    may be deep in a call that never returns, so a thread of the watchdog reports and ends the process. An error leaves
-    the `with` with the phase in its message.
-
-    A signal that asks the run to leave ends the process too if no step has begun, or if it is the second urgent one.
-    Else `asked_to_leave` is True from then on, for the trainer. Outside of the main thread, where Python allows no
-    signal handlers, signals stay with the process that this rank is a part of.
-    """
-
-    def __init__(self, ranks: int, timeout_s: float, checkpoints: Path, report: Callable[[str], None]) -> None:
-        """Allow `timeout_s` from one `enter_phase` to the next; `report` is called from the watchdog's thread."""
-        self._ranks, self._timeout_s, self._checkpoints, self._report = ranks, timeout_s, checkpoints, report
-        self._phase = ""
-        self._details: Callable[[], str] = str
-        self._deadline = time.monotonic() + max(timeout_s, START_S)
-        self._has_steps = self._has_finished = False
-        self._urgent, self._asked_at = 0, inf
-        self.asked_to_leave = False
-
-    def enter_phase(self, phase: str, *, limited: bool = True, details: Callable[[], str] = str) -> None:
-        """Note what comes now, and start the clock again, unless the phase is not `limited`: it waits for a disk only.
-
-        `details` returns how far the phase has come; it is called from another thread.
-        """
-        self._phase, self._details = phase, details
-        self._deadline = time.monotonic() + self._timeout_s if limited else inf
-
-    def begin_steps(self) -> None:
-        """Note that steps follow, whose result a process that ends at once would lose."""
-        self._has_steps = True
-
-    def finish(self) -> None:
-        """Note that all is on disk: no signal to leave has an effect from now on, also after the `with`."""
-        self._has_finished = True
-
-    def __enter__(self) -> Self:
-        handles_signals = threading.current_thread() is threading.main_thread()
-        self._signals = SignalPipe({*LEAVE_SIGNALS, END} if handles_signals else ())
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Stop the thread. After an error signals stay without effect, since the process still has to report it."""
-        self._signals.wake()
-        self._thread.join()
-        self._signals.close(restore=error is None and not self._has_finished)
-        if error is None:
-            return
-        if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error))
-        ):
-            # of our own errors, the lines after the first show where the ranks are
-            details = str(error).strip().partition("\n")[2] if isinstance(error, SeqloomError) else ""
-            raise SeqloomError(self._lost_rank_message(_first_sentence(error), details)) from error
-        if self._phase and isinstance(error, SeqloomError) and not str(error).startswith("step "):
-            raise SeqloomError(f"{self._phase}: {error}") from error
-        if self._phase and not isinstance(error, SeqloomError):
-            error.add_note(f"at {self._phase}")
-
-    def _watch(self) -> None:
-        while True:
-            now = time.monotonic()
-            if now >= self._deadline:
-                self._end(self._lost_rank_message(f"nothing has moved for {self._timeout_s:g} s", self._details()))
-            if now >= self._asked_at + _LATE_S and self._deadline < inf and not self._has_finished:
-                self._report(self._late_message())
-                self._asked_at = inf
-            for number in self._signals.read(min(self._deadline - now, _POLL_S)):
-                if number == 0:
-                    return
-                self._take(number)
-
-    def _take(self, number: int) -> None:
-        """Act on a signal."""
-        if number == END:
-            reason = "ended by the launcher, after another rank has died"
-            self._end(self._lost_rank_message(reason, self._details()))
-        elif self._has_finished or number not in LEAVE_SIGNALS:
-            return
-        elif not self._has_steps:
-            self._end(_left_before_steps(self._latest()), LeftEarly.exit_code)
-        self._urgent += number in URGENT
-        if self._urgent > 1:
-            self._end(
-                f"{self._phase}: ended at once by {signal.Signals(number).name}, a second signal. {self._intact()}"
-            )
-        if not self.asked_to_leave:
-            self.asked_to_leave, self._asked_at = True, time.monotonic()
-
-    def _end(self, text: str, code: int = EXIT_FAILED) -> None:
-        try:
-            self._report(text)
-        finally:
-            os._exit(code)
-
-    def _latest(self) -> Path | None:
-        checkpoints = complete_checkpoints(self._checkpoints)
-        return checkpoints[-1][1] if checkpoints else None
-
-    def _intact(self) -> str:
-        latest = self._latest()
-        return f"{f'{latest} is intact' if latest else 'There is no checkpoint yet'}: run the same command to go on"
-
-    def _late_message(self) -> str:
-        return (
-            f"{self._phase}: has not ended {_LATE_S:g} s after a signal to leave; a rank may have died, and launchers "
-            f"often kill after 30 s. {self._intact()}"
-        )
-
-    def _lost_rank_message(self, reason: str, details: str = "") -> str:
-        return (
-            f"{self._phase or 'the start of the run'}: one of {self._ranks} ranks has died or hangs ({reason}); ranks "
-            f"wait at most run.timeout_s = {self._timeout_s:g} s for each other. {self._intact()}"
-            + (f"\n{details}" if details else "")
-        )
-
-
-def _left_before_steps(latest: Path | None) -> str:
-    """Say that a run was asked to leave while it started."""
-    start = f"goes on from {latest}" if latest else "starts it again"
-    return f"left at the start of the run, asked by a signal; no step is lost, and the same command {start}"
-
-
-def _first_sentence(error: BaseException) -> str:
-    """The first sentence of an error, without the position in torch's source that precedes it."""
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(":")
-    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]
 
 
 # ---- torch's allocator on a GPU

@@ -19,6 +19,7 @@ checkpoints.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -64,7 +65,7 @@ from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_s
 from seqloom.train.signals import blocked_signals
 
 if TYPE_CHECKING:
-    from seqloom.train.launch import Watchdog
+    from seqloom.train.watchdog import Watchdog
 
 PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
 """How long a step waits for its plan before the fallback planner makes one; the first plan compiles the planner."""
@@ -97,26 +98,35 @@ class Trainer(AbstractContextManager):
         """
         config = setup.config
         self.setup, self.config, self.transport, self.device = setup, config, transport, torch.device(device)
-        self._closing, self._model_family = ExitStack(), model_family
         self._enter_phase: Callable[..., None] = watchdog.enter_phase if watchdog else lambda *_, **__: None
-        self._start = start or StartUp()
-        self._start.enter("loading the model")
-        self._watchdog, self._leaves = watchdog, False
-        parameter_dtype, compute_dtype = parameter_dtypes(config)
-        self._compute_dtype = compute_dtype or parameter_dtype
-        adapter = model_family.build(config, self.device, parameter_dtype)
-        self.adapter = prepare_layers(adapter, compiled=config.model.compile, split_backward=setup.planners.multi_stage)
-        self.parameters = shard_parameters(self.adapter, transport, setup.planners.stages, setup.cost, compute_dtype)
-        self.optimiser = make_optimiser(self.parameters.master_weights(), config.optimiser)
-        self.sampler = setup.sampler
-        self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
-        self._resumed_strategies: list[Any] | None = None
-        self._start.enter("looking for a checkpoint")
-        self._evaluation_due = False
-        self.start_step = self.load_checkpoint()
+        self._watchdog, self._leaves, self._start = watchdog, False, start or StartUp()
+        self._model_family, self._closing = model_family, ExitStack()
+        try:
+            # first: its process starts while this one loads the model
+            self.plans = PlanBroadcast(transport, self._start_planner(), self.device)
+            self._load_model()
+            self._start.enter("looking for a checkpoint")
+            self.sampler, self._evaluation_due = setup.sampler, False
+            self._resumed_strategies: list[Any] | None = None
+            self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
+            self.start_step = self.load_checkpoint()
+        except BaseException:
+            self._closing.__exit__(*sys.exc_info())
+            raise
         if transport.rank == 0:
             write_strategies(config, setup.planners.strategies)
-        self.plans = PlanBroadcast(transport, self._start_planner(), self.device)
+
+    def _load_model(self) -> None:
+        """Build the model, shard its parameters and make the optimiser."""
+        config, setup = self.config, self.setup
+        self._start.enter("loading the model")
+        parameter_dtype, compute_dtype = parameter_dtypes(config)
+        self._compute_dtype = compute_dtype or parameter_dtype
+        adapter = self._model_family.build(config, self.device, parameter_dtype)
+        self.adapter = prepare_layers(adapter, compiled=config.model.compile, split_backward=setup.planners.multi_stage)
+        stages = setup.planners.stages
+        self.parameters = shard_parameters(self.adapter, self.transport, stages, setup.cost, compute_dtype)
+        self.optimiser = make_optimiser(self.parameters.master_weights(), config.optimiser)
 
     def __exit__(self, *error: Any) -> None:
         """Close everything that was opened, without waiting for anything after an error."""
@@ -462,8 +472,7 @@ def kernel_builds(
     for tensor, found in sorted(degrees.items()):
         for spec in adapter.attention_specs:
             local = spec._replace(heads=spec.heads // tensor, kv_heads=spec.kv_heads // tensor)
-            reach = min(longest, spec.window or longest)
-            builds += attention_builds(local, dtype, device, longest=reach, tokens=capacity, degrees=found)
+            builds += attention_builds(local, dtype, device, longest=longest, tokens=capacity, degrees=found)
     return builds
 
 

@@ -153,7 +153,7 @@ def test_every_degree_of_the_plans_and_every_spec_of_the_model_is_built(monkeypa
     capacity = max(tokens for _, tokens in plan.limits.capacity)
     found = trainer.kernel_builds(adapter, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"))
     degrees = {(1, 1), (8, 1)}
-    assert asked == [(specs[0], 20_000, capacity, degrees), (specs[1], 4_096, capacity, degrees)] and len(found) == 2
+    assert asked == [(specs[0], 20_000, capacity, degrees), (specs[1], 20_000, capacity, degrees)] and len(found) == 2
 
 
 def test_ranks_of_a_node_compile_a_share_each_and_load_the_rest():

@@ -1,0 +1,167 @@
+"""The watchdog of a training rank: it knows what the rank does, and ends it when it cannot go on.
+
+Another rank may die, or nothing may move: the main thread may then be deep in a call that never returns. It also takes
+the signals that ask a run to leave (`signals`), which the trainer does after the step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Self
+
+import torch.distributed as dist
+
+from seqloom.errors import LeftEarly, SeqloomError
+from seqloom.train.checkpoint import complete_checkpoints
+from seqloom.train.signals import END, LEAVE_SIGNALS, URGENT, SignalPipe
+
+START_S = 600.0
+"""Seconds that ranks may take to start and connect, whatever run.timeout_s is."""
+EXIT_FAILED = 2
+"""Exit code of a rank that could not continue."""
+_POLL_S = 1.0
+_LATE_S = 25.0
+"""Seconds after a signal to leave at which a step that has not ended is reported: torchrun and Slurm kill after 30."""
+_LOST_RANK = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|timed? ?out", re.IGNORECASE)
+"""What gloo and the store say of a rank that is gone; they raise plain errors."""
+
+
+class Watchdog:
+    """Ends a rank that cannot continue, with a report of what it was doing. Used in a `with`.
+
+    A rank stops in three ways: a message fails because the other side is gone, the launcher that saw a process die
+    sends `signals.END`, or nothing moves for longer than ranks may wait for each other. In the last two the main thread
+    may be deep in a call that never returns, so a thread of the watchdog reports and ends the process. An error leaves
+    the `with` with the phase in its message.
+
+    A signal that asks the run to leave ends the process too if no step has begun, or if it is the second urgent one.
+    Else `asked_to_leave` is True from then on, for the trainer. Outside of the main thread, where Python allows no
+    signal handlers, signals stay with the process that this rank is a part of.
+    """
+
+    def __init__(self, ranks: int, timeout_s: float, checkpoints: Path, report: Callable[[str], None]) -> None:
+        """Allow `timeout_s` from one `enter_phase` to the next; `report` is called from the watchdog's thread."""
+        self._ranks, self._timeout_s, self._checkpoints, self._report = ranks, timeout_s, checkpoints, report
+        self._phase = ""
+        self._details: Callable[[], str] = str
+        self._deadline = time.monotonic() + max(timeout_s, START_S)
+        self._has_steps = self._has_finished = False
+        self._urgent, self._asked_at = 0, inf
+        self.asked_to_leave = False
+
+    def enter_phase(self, phase: str, *, limited: bool = True, details: Callable[[], str] = str) -> None:
+        """Note what comes now, and start the clock again, unless the phase is not `limited`: it waits for a disk only.
+
+        `details` returns how far the phase has come; it is called from another thread.
+        """
+        self._phase, self._details = phase, details
+        self._deadline = time.monotonic() + self._timeout_s if limited else inf
+
+    def begin_steps(self) -> None:
+        """Note that steps follow, whose result a process that ends at once would lose."""
+        self._has_steps = True
+
+    def finish(self) -> None:
+        """Note that all is on disk: no signal to leave has an effect from now on, also after the `with`."""
+        self._has_finished = True
+
+    def __enter__(self) -> Self:
+        handles_signals = threading.current_thread() is threading.main_thread()
+        self._signals = SignalPipe({*LEAVE_SIGNALS, END} if handles_signals else ())
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Stop the thread. After an error signals stay without effect, since the process still has to report it."""
+        self._signals.wake()
+        self._thread.join()
+        self._signals.close(restore=error is None and not self._has_finished)
+        if error is None:
+            return
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error))
+        ):
+            # of our own errors, the lines after the first show where the ranks are
+            details = str(error).strip().partition("\n")[2] if isinstance(error, SeqloomError) else ""
+            raise SeqloomError(self._lost_rank_message(_first_sentence(error), details)) from error
+        if self._phase and isinstance(error, SeqloomError) and not str(error).startswith("step "):
+            raise SeqloomError(f"{self._phase}: {error}") from error
+        if self._phase and not isinstance(error, SeqloomError):
+            error.add_note(f"at {self._phase}")
+
+    def _watch(self) -> None:
+        while True:
+            now = time.monotonic()
+            if now >= self._deadline:
+                self._end(self._lost_rank_message(f"nothing has moved for {self._timeout_s:g} s", self._details()))
+            if now >= self._asked_at + _LATE_S and self._deadline < inf and not self._has_finished:
+                self._report(self._late_message())
+                self._asked_at = inf
+            for number in self._signals.read(min(self._deadline - now, _POLL_S)):
+                if number == 0:
+                    return
+                self._take(number)
+
+    def _take(self, number: int) -> None:
+        """Act on a signal."""
+        if number == END:
+            reason = "ended by the launcher, after another rank has died"
+            self._end(self._lost_rank_message(reason, self._details()))
+        elif self._has_finished or number not in LEAVE_SIGNALS:
+            return
+        elif not self._has_steps:
+            self._end(left_before_steps(self._latest()), LeftEarly.exit_code)
+        self._urgent += number in URGENT
+        if self._urgent > 1:
+            self._end(
+                f"{self._phase}: ended at once by {signal.Signals(number).name}, a second signal. {self._intact()}"
+            )
+        if not self.asked_to_leave:
+            self.asked_to_leave, self._asked_at = True, time.monotonic()
+
+    def _end(self, text: str, code: int = EXIT_FAILED) -> None:
+        try:
+            self._report(text)
+        finally:
+            os._exit(code)
+
+    def _latest(self) -> Path | None:
+        checkpoints = complete_checkpoints(self._checkpoints)
+        return checkpoints[-1][1] if checkpoints else None
+
+    def _intact(self) -> str:
+        latest = self._latest()
+        return f"{f'{latest} is intact' if latest else 'There is no checkpoint yet'}: run the same command to go on"
+
+    def _late_message(self) -> str:
+        return (
+            f"{self._phase}: has not ended {_LATE_S:g} s after a signal to leave; a rank may have died, and launchers "
+            f"often kill after 30 s. {self._intact()}"
+        )
+
+    def _lost_rank_message(self, reason: str, details: str = "") -> str:
+        return (
+            f"{self._phase or 'the start of the run'}: one of {self._ranks} ranks has died or hangs ({reason}); ranks "
+            f"wait at most run.timeout_s = {self._timeout_s:g} s for each other. {self._intact()}"
+            + (f"\n{details}" if details else "")
+        )
+
+
+def left_before_steps(latest: Path | None) -> str:
+    """Say that a run was asked to leave while it started."""
+    start = f"goes on from {latest}" if latest else "starts it again"
+    return f"left at the start of the run, asked by a signal; no step is lost, and the same command {start}"
+
+
+def _first_sentence(error: BaseException) -> str:
+    """The first sentence of an error, without the position in torch's source that precedes it."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(":")
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]

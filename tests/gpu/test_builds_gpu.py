@@ -1,0 +1,60 @@
+"""Kernels that are built before the first step are those that steps need: nothing is built after them."""
+
+import pytest
+import torch
+
+from seqloom.attention import AttentionSpec, attention_builds
+from seqloom.attention.kernels.dispatch import Dispatcher, default_dispatcher, make_kernel, unavailable_kernels
+from support.attention_cases import Case, attend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+HEADS, KV_HEADS, DIM = 8, 4, 64
+LENGTHS = (1000, 300, 70, 33, 20, 5, 1)
+
+
+def triton_kernels():
+    """How many kernels Triton has compiled or loaded in this process."""
+    from seqloom.attention.kernels import triton_kernels as module
+
+    kernels = (module.forward_kernel, module.dq_kernel, module.dkdv_kernel, module._merge_kernel)
+    return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+
+def run(threads, kernel, dtype, ulysses, ring, window=None):
+    """Build for one kind of group, then run groups of that kind; return what was built before and after."""
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, window)
+    degrees = [(ulysses, ring)]
+    for build in attention_builds(spec, dtype, "cuda", longest=1024, degrees=degrees, kernels=kernel):
+        build.run()
+    torch.cuda.synchronize()
+    case = Case.one_group(LENGTHS, HEADS, KV_HEADS, DIM, ulysses, ring, window=window)
+    inputs = case.inputs(dtype, device="cuda")
+    return lambda: threads(case.world).run(lambda transport: attend(transport, case, inputs, kernel))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_nothing_is_compiled_after_the_builds(threads, dtype, ulysses, ring, window):
+    steps = run(threads, Dispatcher((make_kernel("triton"),)), dtype, ulysses, ring, window)
+    before = triton_kernels()
+    steps()
+    assert before and triton_kernels() == before
+
+
+@pytest.mark.parametrize("ulysses", [1, 4])
+def test_graphs_of_cudnn_have_the_strides_of_exchanged_tensors(threads, ulysses):
+    if "cudnn" in unavailable_kernels(torch.device("cuda", 0)):
+        pytest.skip(unavailable_kernels(torch.device("cuda", 0))["cudnn"])
+    cudnn = make_kernel("cudnn")
+    steps = run(threads, Dispatcher((cudnn,)), torch.bfloat16, ulysses, 1)
+    before = len(cudnn.graphs)
+    steps()
+    assert before and len(cudnn.graphs) == before
+
+
+def test_a_device_has_one_dispatcher():
+    assert default_dispatcher("cuda") is default_dispatcher(torch.device("cuda", torch.cuda.current_device()))
