@@ -9,11 +9,9 @@ between them; otherwise they are CPU processes with gloo.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -23,6 +21,7 @@ import numpy as np
 import record
 import torch
 from common import Check, options, progress, show, show_checks
+from process_usage import CountedStream, Usage, usage
 
 from seqloom.cost import CostModel
 from seqloom.data import LengthLimitedSource, RowReader, Sampler, open_source
@@ -44,48 +43,6 @@ SPEC = ModelSpec(
 LONGEST, CAPACITY, DOCUMENTS, EVERY = 768, 512, 8, 10
 WARM = 0.4
 """Share of the steps after which nothing may grow any more: by then every kind of plan has come several times."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a rank holds after a step."""
-
-    step: int
-    allocated_mib: float
-    reserved_mib: float
-    host_mib: float
-    communicators: int
-    streams: int
-    file_handles: int
-    threads: int
-
-
-class CountedStream(torch.cuda.Stream):
-    """Counts how many streams a process has created."""
-
-    created = 0
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Count, and create a stream; with an id it is one that exists already."""
-        CountedStream.created += "stream_id" not in kwargs
-        return super().__new__(cls, *args, **kwargs)
-
-
-def usage(step: int, device: torch.device, communicators: Communicators) -> Usage:
-    """Measure this process."""
-    cuda = device.type == "cuda"
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    return Usage(
-        step,
-        torch.cuda.memory_allocated() / 2**20 if cuda else 0.0,
-        torch.cuda.memory_reserved() / 2**20 if cuda else 0.0,
-        pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        communicators.count,
-        CountedStream.created,
-        len(os.listdir("/proc/self/fd")),
-        threading.active_count(),
-    )
 
 
 def able_planners(cost: CostModel, lengths: np.ndarray) -> tuple[list[PlannerChoice], dict[str, str]]:
