@@ -67,6 +67,7 @@ def on_two_ranks(seqloom_here, tmp_path_factory) -> list[float]:
     return losses(output)
 
 
+@pytest.mark.slow
 def test_slurm_runs_the_script(on_two_ranks, tmp_path):
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)

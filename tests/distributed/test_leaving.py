@@ -174,6 +174,7 @@ def interrupted(place: Path, run: str, command: list[str], to, number: int) -> t
     return launcher.returncode, said, processes
 
 
+@pytest.mark.slow
 def test_one_rank_of_torchrun_is_asked(place):
     _, said, _ = interrupted(place, "torchrun", TORCHRUN, lambda _, ranks: ranks[1], signal.SIGTERM)
     done = complete_checkpoints(place / "torchrun" / "checkpoints")[-1][0]

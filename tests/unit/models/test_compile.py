@@ -114,6 +114,7 @@ def test_nothing_is_left_behind_with_or_without_a_backward(checkpoint, live_hand
     assert not live_handles
 
 
+@pytest.mark.slow
 def test_names_and_classes_stay_and_the_order_does_not_matter(fresh):
     model, other = STEP.model(), STEP.model()
     layers, names = [*model.model.layers, *other.model.layers], list(model.state_dict())
