@@ -135,7 +135,7 @@ def _attention_kernels() -> Choice:
 
 
 def _allocator() -> Choice:
-    from seqloom.train.launch import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, user_allocator_setting
+    from seqloom.train.fork_server import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, user_allocator_setting
 
     environment = user_allocator_setting()
     if environment is not None:

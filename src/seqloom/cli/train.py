@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("float64", "float32")
 USUAL_PLANNERS = "static,adaptive,flex,zones"
+REFERENCE, HUGGINGFACE = "seqloom.train.model", "seqloom.integrations.transformers.loading"
+"""Modules that build models."""
 
 Ranks = Annotated[int | None, Option(help="Processes to start here; without it, the config's.")]
 
@@ -49,12 +52,15 @@ def train(
     """
     import_extra("seqloom train", "train,data", "torch")
     from seqloom.train.config import Config
+    from seqloom.train.fork_server import start_fork_server
+
+    loaded, launched = Config.load(config, overrides or []), shared.launched(ranks)
+    if not launched:  # before this process loads torch
+        start_fork_server("seqloom.train.launch", REFERENCE if loaded.model.huggingface is None else HUGGINGFACE)
     from seqloom.train.launch import train_as_launched_rank, train_on_processes
 
-    loaded = Config.load(config, overrides or [])
-    family = model_family_of(loaded)
-    options = {"model_family": family, "share_gpu": share_gpu, "show": not json}
-    if shared.launched(ranks):
+    options = {"model_family": model_family_of(loaded), "share_gpu": share_gpu, "show": not json}
+    if launched:
         summary = train_as_launched_rank(loaded, **options)
     else:
         summary = train_on_processes(loaded, ranks or loaded.run.ranks, **options)
@@ -69,13 +75,9 @@ def train(
 
 def model_family_of(config: Config) -> ModelFamily:
     """Return how to build and write the model that a config names: a Hugging Face folder, or the reference model."""
-    from seqloom.train.model import REFERENCE
-
     if config.model.huggingface is None:
-        return REFERENCE
-    from seqloom.integrations.transformers.loading import HUGGINGFACE
-
-    return HUGGINGFACE
+        return import_module(REFERENCE).REFERENCE
+    return import_module(HUGGINGFACE).HUGGINGFACE
 
 
 def verify(

@@ -17,23 +17,20 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from math import inf
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import DefaultContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from seqloom.describe.cluster import DEVICES
 from seqloom.dist import (
@@ -51,6 +48,7 @@ from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.planners.plan_ahead import end_with_parent
 from seqloom.train.config import Config
+from seqloom.train.fork_server import allocator_advice, allocator_environment, start_fork_server
 from seqloom.train.logging import StartUp
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
 from seqloom.train.setup import RunChoices, RunSetup, write_strategies
@@ -124,7 +122,7 @@ def train_on_processes(
     """
     _check_compilers_if_needed(config)
     check_gpus(ranks, share_gpu=share_gpu)
-    _start_context(model_family.build.__module__)  # it loads torch while this process looks at the run
+    start_fork_server(__name__, model_family.build.__module__)  # it loads torch while this process looks at the run
     config = with_launched_nodes(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)])
     setup = RunSetup.load(config, ranks)  # refuse here, once, what every process would refuse
     config = write_strategies(setup.config, setup.planners.strategies)
@@ -312,7 +310,7 @@ def run_on_processes(
     main thread, are passed on to it, and torch leaves it to the watchdog to end a rank (`WATCHED_NCCL`).
     """
     check_gpus(ranks, share_gpu=share_gpu or on_cpu)
-    context = _start_context(body.__module__, *filter(None, [preload]))
+    context = start_fork_server(__name__, body.__module__, *filter(None, [preload]))
     forwards = watched and threading.current_thread() is threading.main_thread() and sys.platform != "win32"
     signals = SignalPipe(LEAVE_SIGNALS) if forwards else None
     processes: list[BaseProcess] = []
@@ -335,20 +333,6 @@ def run_on_processes(
         if codes != [0] * ranks:
             raise _failure(Path(folder), codes, way_out, watched=watched)
         return torch.load(Path(folder) / "result", weights_only=True)
-
-
-def _start_context(*modules: str) -> DefaultContext:
-    """Return how processes are started: as forks of a server, where there are forks, which is told what to load.
-
-    The server starts at the first call, without signals to leave (see `signals`); later modules are loaded by forks.
-    """
-    if "forkserver" not in mp.get_all_start_methods():
-        return cast("DefaultContext", mp.get_context("spawn"))
-    context = cast("DefaultContext", mp.get_context("forkserver"))
-    context.set_forkserver_preload([__name__, *modules])
-    with allocator_environment(), blocked_signals():
-        forkserver.ensure_running()
-    return context
 
 
 def _wait_for_ranks(processes: Sequence[BaseProcess], signals: SignalPipe | None, way_out: str) -> list[int | None]:
@@ -453,43 +437,6 @@ def _failure(folder: Path, codes: Sequence[int | None], way_out: str, *, watched
         return SeqloomError("; ".join([*dead, f"rank {reports[0][0]}: {reports[0][1]}"]))
     silent = [f"rank {rank} has ended with exit code {code}" for rank, code in ended if code > 0]
     return SeqloomError("; ".join([*dead, *silent, way_out]))
-
-
-# ---- torch's allocator on a GPU
-# Plans change the sizes of buffers from step to step, which fragments fixed segments. torch reads the setting from the
-# environment when a process begins to use the GPU, so processes started here get it; under a launcher the log gives
-# advice. A setting of the user is never changed.
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that torch reads: the name since 2.9, and the one before."""
-ALLOCATOR_SETTING = "expandable_segments:True"
-
-
-def user_allocator_setting() -> str | None:
-    """Return the variable that the user has set, as `NAME=value`; None: neither."""
-    return next((f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if os.environ.get(name)), None)
-
-
-def allocator_advice(device: str) -> str | None:
-    """Say what to set, for a process on this kind of device that was started without; None: nothing."""
-    if device != "cuda" or user_allocator_setting() is not None:
-        return None
-    name = ALLOCATOR_VARIABLES[0]
-    effect = "keeps GPU memory from fragmenting when sizes change every step"
-    return f"{name} is not set; {name}={ALLOCATOR_SETTING} {effect}"
-
-
-@contextmanager
-def allocator_environment() -> Iterator[None]:
-    """Give the setting to processes that are started inside, unless the user has one. This process does not use it."""
-    name = ALLOCATOR_VARIABLES[0]
-    before = {name: os.environ[name]} if name in os.environ else {}
-    os.environ.update({} if user_allocator_setting() else {name: ALLOCATOR_SETTING})
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        os.environ.update(before)
 
 
 # ---- Compilers

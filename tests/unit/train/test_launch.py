@@ -16,15 +16,13 @@ from seqloom.dist import JobRank
 from seqloom.errors import SeqloomError
 from seqloom.train import launch
 from seqloom.train.config import Config
-from seqloom.train.launch import (
+from seqloom.train.fork_server import (
     ALLOCATOR_SETTING,
     ALLOCATOR_VARIABLES,
-    WATCHED_NCCL,
     allocator_advice,
     allocator_environment,
-    check_compilers,
-    node_note,
 )
+from seqloom.train.launch import WATCHED_NCCL, check_compilers, node_note
 from seqloom.train.setup import RunSetup
 from seqloom.train.watchdog import Watchdog
 from support.runs import SMALL

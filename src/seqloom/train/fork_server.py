@@ -1,0 +1,69 @@
+"""The server that ranks are forked from, and what they inherit. It needs no torch here.
+
+Loading torch takes seconds of a core, forking a process that has loaded it none. The server has no threads and has not
+touched a GPU. A command starts it as early as it can, and it loads what ranks need while the command does the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import DefaultContext
+from typing import cast
+
+from seqloom.train.signals import blocked_signals
+
+
+def start_fork_server(*modules: str) -> DefaultContext:
+    """Return how processes are started: as forks of a server, where there are forks, which loads these modules.
+
+    The server starts at the first call, without signals to leave (see `signals`); what it was not told then, forks
+    load themselves.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return cast("DefaultContext", multiprocessing.get_context("spawn"))
+    context = cast("DefaultContext", multiprocessing.get_context("forkserver"))
+    context.set_forkserver_preload(list(modules))
+    with allocator_environment(), blocked_signals():
+        forkserver.ensure_running()
+    return context
+
+
+# ---- torch's allocator on a GPU
+# Plans change the sizes of buffers from step to step, which fragments fixed segments. torch reads the setting from the
+# environment when a process begins to use the GPU, so processes started here get it; under a launcher the log gives
+# advice. A setting of the user is never changed.
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that torch reads: the name since 2.9, and the one before."""
+ALLOCATOR_SETTING = "expandable_segments:True"
+
+
+def user_allocator_setting() -> str | None:
+    """Return the variable that the user has set, as `NAME=value`; None: neither."""
+    return next((f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if os.environ.get(name)), None)
+
+
+def allocator_advice(device: str) -> str | None:
+    """Say what to set, for a process on this kind of device that was started without; None: nothing."""
+    if device != "cuda" or user_allocator_setting() is not None:
+        return None
+    name = ALLOCATOR_VARIABLES[0]
+    effect = "keeps GPU memory from fragmenting when sizes change every step"
+    return f"{name} is not set; {name}={ALLOCATOR_SETTING} {effect}"
+
+
+@contextmanager
+def allocator_environment() -> Iterator[None]:
+    """Give the setting to processes that are started inside, unless the user has one. This process does not use it."""
+    name = ALLOCATOR_VARIABLES[0]
+    before = {name: os.environ[name]} if name in os.environ else {}
+    os.environ.update({} if user_allocator_setting() else {name: ALLOCATOR_SETTING})
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update(before)
