@@ -209,7 +209,11 @@ def test_a_mask_that_a_model_adds_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("package", "before"), [("torch", "seqloom"), ("transformers", "seqloom.models, seqloom.engine")]
+    ("package", "before"),
+    [
+        ("torch", "seqloom"),
+        pytest.param("transformers", "seqloom.models, seqloom.engine", marks=pytest.mark.slow),
+    ],
 )
 def test_without_the_extra_the_message_says_what_to_install(package, before):
     """Nothing else imports transformers."""

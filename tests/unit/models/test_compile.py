@@ -75,6 +75,7 @@ def test_machine_code_gives_the_same_numbers(fresh):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.slow  # test_compiled_layers.py says it of transformers
 def test_fresh_lengths_compile_nothing(fresh):
     """Also not a length that another axis has by chance (16, 4), and none and one only once."""
     adapter = compiled(STEP)

@@ -247,7 +247,9 @@ def test_a_write_that_the_system_breaks_off(tmp_path):
         checkpoints.load(latest_checkpoint(tmp_path), **state)
 
 
-@pytest.mark.parametrize(("where", "left"), [("writing", 1), ("renaming", 1), ("deleting", 2)])
+@pytest.mark.parametrize(
+    ("where", "left"), [("writing", 1), pytest.param("renaming", 1, marks=pytest.mark.slow), ("deleting", 2)]
+)
 def test_a_crash_half_way_leaves_a_complete_checkpoint(fork_server, tmp_path, where, left):
     process = get_context("forkserver").Process(target=crash_while_saving, args=(tmp_path, where))
     process.start()
