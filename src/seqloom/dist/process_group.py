@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -153,6 +154,8 @@ def take_device(job_rank: JobRank, *, share_gpu: bool = False) -> torch.device:
         os.environ |= SHARED_GPU_ENVIRONMENT | {"NCCL_HOSTID": f"{SHARED_HOST}{job_rank.rank}"}
     device = torch.device("cuda", job_rank.local_rank % gpus)
     torch.cuda.set_device(device)
+    # autograd's thread says so before its first matrix product, and then sets the context
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     return device
 
 
