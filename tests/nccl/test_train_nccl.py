@@ -19,6 +19,7 @@ from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
+PYTHON_TRACEBACK = "Traceback (most recent call last)"  # torch logs stacks of its own when a peer is gone
 VOCABULARY, STEPS, LIMIT_S = 257, 20, 300
 USUAL = {"run.steps": STEPS, "run.timeout_s": 200, "schedule.warmup": 2, "checkpoint.every": 5, "evaluation.every": 0}
 RECIPES = {
@@ -86,7 +87,7 @@ def test_killed_and_resumed_is_undisturbed(device, corpus, tmp_path, name):
     whole = train(device, corpus, name, tmp_path / "whole", ranks, changes)
     assert len(whole) == STEPS and whole[-1] < whole[0]
     code, said = train_until(device, corpus, name, tmp_path / "killed", ranks, changes, after=5)
-    assert code == 2 and "has died (SIGKILL)" in said and "Traceback" not in said, said[-4000:]
+    assert code == 2 and "has died (SIGKILL)" in said and PYTHON_TRACEBACK not in said, said[-4000:]
     resumed = train(device, corpus, name, tmp_path / "killed", other_ranks, {**changes, **other_changes})
     half = name == "qwen3-8xh200"
     np.testing.assert_allclose(resumed, whole, rtol=0.01 if half else 1e-4)
@@ -95,7 +96,7 @@ def test_killed_and_resumed_is_undisturbed(device, corpus, tmp_path, name):
 def test_asked_to_leave_and_resumed_is_undisturbed(device, corpus, tmp_path):
     steps = {"run.steps": 100_000, "schedule.kind": "constant"}
     code, said = train_until(device, corpus, "tiny-cpu", tmp_path / "left", 4, steps, after=5, ask=True)
-    assert code == 75 and said.count("left after step") == 1 and "Traceback" not in said, said[-4000:]
+    assert code == 75 and said.count("left after step") == 1 and PYTHON_TRACEBACK not in said, said[-4000:]
     done = complete_checkpoints(tmp_path / "left" / "checkpoints")[-1][0]
     steps["run.steps"] = done + 2
     resumed = train(device, corpus, "tiny-cpu", tmp_path / "left", 4, steps)
