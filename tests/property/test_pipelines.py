@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from seqloom.api import cost_model
 from seqloom.cost import CostModel
 from seqloom.cost.memory import pp_rank_bytes
-from seqloom.plan import Plan
+from seqloom.layout import Span
+from seqloom.plan import Action, Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 from seqloom.planners import make_plan
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules.registry import SCHEDULE_NAMES
-from support.pipelines import pipeline_plans, pipeline_steps
+from support.pipelines import ample, pipeline_plans, pipeline_steps
 from support.scheduled import scheduled_steps
 from support.side_by_side import side_by_side_plans
 from support.steps import Step, tiny_spec
@@ -57,6 +58,20 @@ def test_pipelines_side_by_side(threads, data):
 def test_many_random_orders(threads, data):
     step = data.draw(pipeline_steps())
     plan = data.draw(pipeline_plans(step))
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9
+
+
+def test_a_rank_that_skips_a_split_backward_keeps_its_gradients_as_the_others_do(threads):
+    """Rank 1 has no token in the second stage; it must not send gradients in a backward in which rank 0 does not."""
+    ranks, spans = (0, 1), (Span(0, 0, 2),)
+    groups = Group(ranks, 1, 2, spans), Group((0,), 1, 1, spans)
+    works = tuple(StageMicroBatch((group,), Checkpoint.NONE) for group in groups)
+    text = "0UNSHARD 1UNSHARD 0F0 1F0 1I0 1W0 0B0 0REDUCE 1REDUCE 0RESHARD 1RESHARD"
+    row = tuple(Action.parse(word) for word in text.split())
+    pipeline = Pipeline((Stage(ranks, (0, 2)), Stage(ranks, (2, 4))), (Round(works),), (row,))
+    plan = Plan(ample(2, 2), Sharding.FREE, Reduce.STEP, (2,), (pipeline,), "drawn")
+    plan.validate()
+    step = Step((2,), tiny_spec(layers=4, heads=2, kv_heads=1))
     assert max(differences(threads, step, plan, step.alone())) < 1e-9
 
 

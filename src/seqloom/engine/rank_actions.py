@@ -15,7 +15,7 @@ import torch
 
 from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import Context, Transport, bind, pieces_of_plan
-from seqloom.engine.stage_p2p import SEND_B, SEND_F, B, I, Progress, RowSlices, StageBoundary, place_messages
+from seqloom.engine.stage_p2p import SEND_B, SEND_F, B, I, Progress, RowSlices, StageBoundary, W, place_messages
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, Checkpoint, LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
 
@@ -156,8 +156,11 @@ def _takes_part(work: StageMicroBatch, shard_group: tuple[int, ...]) -> bool:
 def _shared_last_backward(pipeline: Pipeline, row: Sequence[Action], rank: int) -> Action | None:
     """Return the last backward of a rank, if it is that of all ranks of its round, and they have nothing to send after.
 
-    Then they all compute the same layers in it, between the same exchanges. A rank without tokens would not.
+    Then they all compute the same layers in it, between the same exchanges. A rank without tokens would not. Where the
+    row has split backwards there is none: a rank that runs one has weight gradients later, another may skip its round.
     """
+    if any(each.kind == W for each in row):
+        return None
     ends, later = [each for each in row if each.kind in (SEND_F, SEND_B, B, I)], set[int]()
     while ends and ends[-1].kind in (B, I):
         action = ends.pop()
