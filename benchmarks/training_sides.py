@@ -15,7 +15,7 @@ import torch
 from training_inputs import CONFIGS, Pack, Step
 from transformers import AutoModelForCausalLM
 
-from seqloom.attention import AttentionSpec, warm_up_attention
+from seqloom.attention import AttentionSpec, attention_builds
 from seqloom.dist import Context, SingleRankTransport, bind_single_rank
 from seqloom.engine import bind_plan, run_step
 from seqloom.integrations.transformers import attach, model_adapter
@@ -64,7 +64,11 @@ class Sides:
         """Build the engine's kernels for packs of `longest` tokens."""
         c = self.config
         spec = AttentionSpec(c.num_attention_heads, c.num_key_value_heads, c.head_dim)
-        return warm_up_attention(spec, torch.bfloat16, self.device, longest=longest, tokens=longest, report=report)
+        builds = attention_builds(spec, torch.bfloat16, self.device, longest=longest, tokens=longest)
+        for done, build in enumerate(builds, 1):
+            build.run()
+            report(done, len(builds))
+        return len(builds)
 
     def run(self, side: str, pack: Pack, recompute: str) -> Step:
         """A whole step, timed."""

@@ -3,7 +3,7 @@
 from seqloom.attention.api import attention, attention_with_lse, packed_attention
 from seqloom.attention.context_parallel import KVCache
 from seqloom.attention.masks import Segments
-from seqloom.attention.plan import AttentionSpec, attention_builds, prepare_attention, warm_up_attention
+from seqloom.attention.plan import AttentionSpec, attention_builds, prepare_attention
 
 __all__ = [
     "AttentionSpec",
@@ -14,5 +14,4 @@ __all__ = [
     "attention_with_lse",
     "packed_attention",
     "prepare_attention",
-    "warm_up_attention",
 ]

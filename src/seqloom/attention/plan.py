@@ -8,7 +8,7 @@ the round keeps the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ def attention_builds(
     if not isinstance(kernel, SupportsBuilds):
         return []
     scale = spec.dim**-0.5 if spec.scale is None else spec.scale
-    builds = []
+    uses: dict[AttentionShape, KernelUse] = {}
     for ulysses, ring in sorted(set(degrees)):
         split = HeadSplit.of(spec.heads, spec.kv_heads, ulysses)
         for heads, kv_heads in sorted({split.counts(rank) for rank in range(ulysses)}, reverse=True):
@@ -117,27 +117,9 @@ def attention_builds(
             # Ulysses delivers q, k and v in one buffer; a ring sends k and v in one.
             q, k, v = [(heads + 2 * kv_heads) * spec.dim] * 3 if ulysses > 1 else shape.contiguous_strides
             strides = (q, 2 * kv_heads * spec.dim, 2 * kv_heads * spec.dim) if ring > 1 else (q, k, v)
-            in_call = None if tokens is None else tokens * ulysses
-            use = KernelUse(longest, in_call, spec.window, (strides,), tiles=ring > 1)
-            builds += kernel.builds(shape, use)
-    return builds
-
-
-def warm_up_attention(
-    spec: AttentionSpec,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    *,
-    report: Callable[[int, int], None] | None = None,
-    **options: Any,
-) -> int:
-    """Do all `attention_builds`; `report(done, total)` is called after each. Returns how many there were."""
-    builds = attention_builds(spec, dtype, device, **options)
-    for done, build in enumerate(builds, 1):
-        build.run()
-        if report is not None:
-            report(done, len(builds))
-    return len(builds)
+            use = KernelUse(longest, None if tokens is None else tokens * ulysses, spec.window, (strides,), ring > 1)
+            uses[shape] = use if shape not in uses else uses[shape].merged(use)
+    return [build for shape, use in uses.items() for build in kernel.builds(shape, use)]
 
 
 def plan_attention(

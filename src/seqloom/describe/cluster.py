@@ -32,6 +32,12 @@ class Device:
         _positive(f"device {self.name}", self, "memory_gib", "peak_tflops", "hbm_gb_s")
 
 
+def is_device(name: str, gpu: str) -> bool:
+    """Whether the device of this name is what a driver calls `gpu`: "A100-80G" is "NVIDIA A100-SXM4-80GB"."""
+    words = re.split(r"[\s-]+", gpu)
+    return all(any(word.startswith(part) for word in words) for part in name.split("-"))
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """What joins two devices: data-sheet bandwidth in one direction, and latency."""

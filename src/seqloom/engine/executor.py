@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from seqloom.dist import Context
+from seqloom.dist.streams import stream_of
 from seqloom.engine.rank_actions import RankPlan
 from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
@@ -129,7 +129,7 @@ class _Run:
         )
         self._states: dict[tuple[int, int | None], MicrobatchState] = {}
         self._totals = torch.zeros(2, dtype=torch.float64, device=rank_plan.device)  # sum of losses, valid labels
-        self._offload_stream = _offload_stream(rank_plan.device)
+        self._offload_stream = stream_of(rank_plan.device, "offload")
         if rank_plan.kv_cache is not None:
             rank_plan.kv_cache.clear()  # an earlier step may have failed
             rank_plan.kv_cache.backward = training
@@ -384,12 +384,6 @@ class Offload:
                 target.copy_(source, non_blocking=True)
                 (source if to_host else target).record_stream(stream)  # not reused before the copy is done
         return copies
-
-
-@cache
-def _offload_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the one stream on which all steps of a process copy to the host and back; None on a CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _storage_address(tensor: torch.Tensor) -> int:

@@ -21,6 +21,7 @@ import torch
 
 from seqloom.dist import Channel, P2PTensor, Transport
 from seqloom.dist.rows import on_device, rows_of_move, slice_or_index
+from seqloom.dist.streams import stream_of
 from seqloom.dist.transport import Exchange, exchange_nonempty
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, move_between
@@ -382,20 +383,14 @@ class StageP2P:
     @contextmanager
     def _on_stream_of(self, send: Action, *, behind: torch.cuda.Event | None = None) -> Iterator[None]:
         """Make the stream of a message's channel the current one."""
-        if self._device.type != "cuda":
+        stream = stream_of(self._device, self._channel(send).name)
+        if stream is None:
             yield
             return
-        stream = _message_stream(self._device, self._channel(send))
         if behind is not None:
             stream.wait_event(behind)
         with torch.cuda.stream(stream):
             yield
-
-
-@cache
-def _message_stream(device: torch.device, channel: Channel) -> torch.cuda.Stream:
-    """Return the stream on which the messages of a channel start, the same one for a process's life."""
-    return torch.cuda.Stream(device)
 
 
 def _use_in_current_stream(tensors: Sequence[torch.Tensor]) -> None:

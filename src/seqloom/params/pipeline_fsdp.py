@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import cast
 
@@ -37,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from seqloom.attention.merge import sum_dtype
 from seqloom.compat import dtensor_like
 from seqloom.dist import Context, Transport
+from seqloom.dist.streams import stream_of
 from seqloom.dist.torch_transport import flat_collective, new_group
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
@@ -185,7 +185,7 @@ class PipelineFSDP(Parameters):
         for layers in self._stages:
             if layers in self._unreduced:  # the plan has no REDUCE for it
                 self.reduce(layers)
-        stream = _parameter_stream(self._device)
+        stream = stream_of(self._device, "parameters")
         if stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)
         masters = self.master_weights()
@@ -259,7 +259,7 @@ class PipelineFSDP(Parameters):
 
         Memory that is allocated inside is used again only behind that, too.
         """
-        stream = _parameter_stream(self._device)
+        stream = stream_of(self._device, "parameters")
         if stream is None:
             yield None
             return
@@ -278,12 +278,6 @@ class PipelineFSDP(Parameters):
                 f"layers {layers.first} to {layers.stop - 1} of {layers.model_layers} asked of a rank that holds the "
                 f"stages with layers {mine}; plan with the stages that the parameters were placed for"
             )
-
-
-@cache
-def _parameter_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream of parameters and their gradients, the same for a process's life; None on a CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _tied_groups(

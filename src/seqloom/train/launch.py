@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from seqloom.describe.cluster import DEVICES
+from seqloom.describe.cluster import DEVICES, is_device
 from seqloom.dist import (
     Channel,
     Communicators,
@@ -213,14 +213,13 @@ def described_device() -> str:
     if not torch.cuda.is_available():
         return "CPU"
     gpu = gpu_name()
-    words = re.split(r"[\s-]+", gpu)  # of "NVIDIA A100-SXM4-80GB", an A100-80G
-    fitting = [name for name in DEVICES if all(any(w.startswith(part) for w in words) for part in name.split("-"))]
-    if not fitting:
+    described = next((name for name in DEVICES if is_device(name, gpu)), None)
+    if described is None:
         raise SeqloomError(
             f"plan.cluster = 'auto', and the GPU {gpu!r} is none of those described ({', '.join(DEVICES)}); name the "
             "cluster to plan for in plan.cluster, such as 1x8xH200, or a file that describes it"
         )
-    return fitting[0]
+    return described
 
 
 def gpu_name() -> str:

@@ -34,7 +34,7 @@ from seqloom.attention import attention_builds
 from seqloom.attention.kernels import KernelBuild
 from seqloom.cost.compute import forward_flops
 from seqloom.data import Batch, RowReader
-from seqloom.describe import Device
+from seqloom.describe.cluster import Device, is_device
 from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
@@ -516,8 +516,7 @@ def find_peak_flops(described: Device, device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
-    family = described.name.split("-")[0].lower()  # of "A100-80G", which torch calls "NVIDIA A100-SXM4-80GB"
-    return 1e12 * described.peak_tflops if family in torch.cuda.get_device_name(device).lower() else None
+    return 1e12 * described.peak_tflops if is_device(described.name, torch.cuda.get_device_name(device)) else None
 
 
 def gather_values(values: Sequence[float], transport: Transport, device: torch.device) -> torch.Tensor:

@@ -514,9 +514,8 @@ class Cudnn:
 
     def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
         """Build and run every graph that documents of up to `longest` tokens can need, see `SupportsBuilds`."""
-        strides = dict.fromkeys((shape.contiguous_strides, *use.strides))
         calls = all_shapes(min(use.longest, use.window or use.longest), use.tokens)  # a window that hides nothing
-        keys = [GraphKey.of(call, shape, each) for each in strides for call in calls]
+        keys = [GraphKey.of(call, shape, each) for each in use.strides or (shape.contiguous_strides,) for call in calls]
         memory = GraphWarmUp(keys, shape.device)
         return [KernelBuild(partial(memory.run, self.graphs, key), cached=False) for key in keys]
 

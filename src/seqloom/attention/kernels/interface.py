@@ -186,7 +186,7 @@ class KernelUse(NamedTuple):
         longest: tokens of a document.
         tokens: of a call, at most; None: any number.
         window: of the attention; None: none.
-        strides: of the tensors; contiguous ones come always.
+        strides: of the tensors; none: contiguous ones.
         tiles: also unmasked segments, as a ring has, whose results are merged.
     """
 
@@ -195,6 +195,12 @@ class KernelUse(NamedTuple):
     window: int | None = None
     strides: tuple[RowStrides, ...] = ()
     tiles: bool = False
+
+    def merged(self, other: KernelUse) -> KernelUse:
+        """Return both uses of a kernel as one, of the same documents and window."""
+        tokens = None if self.tokens is None or other.tokens is None else max(self.tokens, other.tokens)
+        strides = tuple(dict.fromkeys(self.strides + other.strides))
+        return self._replace(tokens=tokens, strides=strides, tiles=self.tiles or other.tiles)
 
 
 class KernelBuild(NamedTuple):
