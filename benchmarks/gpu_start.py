@@ -40,6 +40,8 @@ def make_model(folder: Path) -> dict[str, Any]:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(CONFIGS[MODEL](), dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
+    del model
+    torch.cuda.empty_cache()
     draw = np.random.default_rng(0)
     with StoreWriter(folder / "store", vocabulary=VOCABULARY) as writer:
         for length in np.clip(draw.lognormal(6, 1.5, 2_000).astype(int), 2, TOKENS):
@@ -103,6 +105,7 @@ def main() -> None:
                 progress(f"{case}, {state}")
                 output = {"run.output": folder / f"{case}-{state}"}
                 seconds, phases = start(recipe, arguments.ranks, usual | settings | output, folder / f"caches-{case}")
+                progress(f"{case}, {state}: {seconds:.1f} s: {phases}")
                 figures[f"{case}, {state}"] = {"seconds": seconds, "phases": phases}
                 subprocess.run([sys.executable, "-c", FILL], env=environment(folder / f"caches-{case}"), check=True)
     measured = {key: value["seconds"] for key, value in figures.items() if isinstance(value, dict)}

@@ -19,9 +19,6 @@ from support.traces import name_passes, traced
 RANKS, TOKENS = 8, 8_192
 SPEC = ModelSpec("wide", 4, 1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, gated=True, vocabulary=1000, tied=False)
 VERBS = ("AllGather", "ReduceScatter", "SendRecv")
-LEAST = 0.2
-"""Share of the compute that runs while messages do. Sockets between ranks of one GPU make messages far longer than they
-are between GPUs, so nearly all compute could."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +43,14 @@ def in_stages(chunks, schedule):
 
 
 CASES = {
-    # plan, and verbs that run beside compute
-    "ring": (partial(one_group, 1, RANKS, Sharding.FULL), ["SendRecv"]),
-    "ulysses": (partial(one_group, RANKS, 1, Sharding.FULL), ["AllGather", "ReduceScatter"]),
-    "parameters move": (partial(one_group, 2, RANKS // 2, Sharding.FREE), ["SendRecv"]),
-    "stages": (partial(in_stages, 1, "1f1b"), ["SendRecv"]),
-    "chunks": (partial(in_stages, 2, "interleaved"), ["SendRecv", "AllGather", "ReduceScatter"]),
+    # plan; share of a verb's messages beside compute, at least: the first gather and the last reduction never are
+    "ring": (partial(one_group, 1, RANKS, Sharding.FULL), {"SendRecv": 0.8, "AllGather": 0.5, "ReduceScatter": 0.5}),
+    "ulysses": (partial(one_group, RANKS, 1, Sharding.FULL), {"AllGather": 0.5, "ReduceScatter": 0.5}),
+    "parameters move": (partial(one_group, RANKS, 1, Sharding.FREE), {"SendRecv": 0.5}),
+    "stages": (partial(in_stages, 1, "1f1b"), {"SendRecv": 0.7}),
+    "chunks": (partial(in_stages, 2, "interleaved"), {"SendRecv": 0.7, "AllGather": 0.5, "ReduceScatter": 0.5}),
 }
+NONE_ON_THE_LAYERS_STREAM = ("ring", "stages", "chunks")  # exchanges of Ulysses are
 
 
 def trace_step(transport, plan, device):
@@ -78,7 +76,7 @@ def trace_step(transport, plan, device):
         return step()
     trace = traced(step)
     return {
-        "compute": {kernel.stream for kernel in trace.compute()},
+        "layers": trace.compute()[0].stream,
         "streams": {verb: {kernel.stream for kernel in trace.of_verb(verb)} for verb in VERBS},
         "beside": {verb: trace.beside(verb) for verb in VERBS},
         "waits": trace.waits_in("forward") + trace.waits_in("backward"),
@@ -87,9 +85,10 @@ def trace_step(transport, plan, device):
 
 @pytest.mark.parametrize("name", CASES)
 def test_messages_run_beside_compute(nccl_pool, device, name):
-    plan, verbs = CASES[name]
+    plan, least = CASES[name]
     found = nccl_pool.run(trace_step, plan(), device, ranks=RANKS)[0]
     print(name, found)
     assert not found["waits"], found
-    for verb in verbs:  # some of them end the step, on the stream of the layers
-        assert found["streams"][verb] - found["compute"] and found["beside"][verb] > LEAST, (verb, found)
+    assert all(found["beside"][verb] >= share for verb, share in least.items()), found
+    if name in NONE_ON_THE_LAYERS_STREAM:
+        assert found["layers"] not in found["streams"]["SendRecv"], found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,14 +77,20 @@ class Trace:
         return [kernel for kernel in self.kernels if kernel.verb == verb]
 
     def compute(self) -> list[Kernel]:
-        """Return the kernels that compute."""
-        return [kernel for kernel in self.kernels if kernel.verb is None and not kernel.name.startswith("Mem")]
+        """Return the kernels of the layers: those that compute on the stream with the most of them."""
+        found = [kernel for kernel in self.kernels if kernel.verb is None and not kernel.name.startswith("Mem")]
+        layers, _ = Counter(kernel.stream for kernel in found).most_common(1)[0]
+        return [kernel for kernel in found if kernel.stream == layers]
 
     def beside(self, verb: str) -> float:
-        """Return how long kernels compute while one of the verb runs on another stream, as a share of the shorter."""
-        ours, theirs = (union([k.interval for k in found]) for found in (self.compute(), self.of_verb(verb)))
-        shorter = min(total(ours), total(theirs))
-        return total(intersection(ours, theirs)) / shorter if shorter else 0.0
+        """Return the share of the verb's messages on streams of their own that run while the layers compute.
+
+        How long they run counts for nothing: between ranks of one GPU that depends on what other ranks do with it.
+        """
+        compute = self.compute()
+        busy = union([kernel.interval for kernel in compute])
+        own = [kernel for kernel in self.of_verb(verb) if kernel.stream != compute[0].stream]
+        return sum(bool(intersection([kernel.interval], busy)) for kernel in own) / len(own) if own else 0.0
 
     def waits_in(self, name: str) -> list[str]:
         """Return what waits for the GPU inside the ranges of this name."""

@@ -13,7 +13,10 @@ def test_what_runs_beside_what():
         [
             event("gemm", 0, 10),
             event("attention", 20, 40),
+            event(send, 12, 18, stream=20),
             event(send, 30, 60, stream=20),
+            event(send, 40, 44),
+            event("copy", 13, 16, stream=20),
             event("ncclDevKernel_AllGather_RING_LL(x)", 50, 55, stream=21),
             event("cudaStreamSynchronize", 26, 27, cat="cuda_runtime"),
             event("cudaLaunchKernel", 1, 2, cat="cuda_runtime"),
@@ -22,8 +25,11 @@ def test_what_runs_beside_what():
             {"ph": "M", "name": "process_name"},
         ]
     )
-    assert [kernel.verb for kernel in trace.kernels] == [None, None, "SendRecv", "AllGather"]
-    assert trace.beside("SendRecv") == 10 / 30 and trace.beside("AllGather") == 0.0 == trace.beside("AllReduce")
+    assert [kernel.verb for kernel in trace.kernels] == [
+        None, "SendRecv", None, None, "SendRecv", "SendRecv", "AllGather"
+    ]  # fmt: skip
+    assert [kernel.name for kernel in trace.compute()] == ["gemm", "attention"]
+    assert trace.beside("SendRecv") == 1 / 2 and trace.beside("AllGather") == 0.0 == trace.beside("AllReduce")
     assert trace.waits_in("forward") == ["cudaStreamSynchronize"] and not trace.waits_in("backward")
 
 

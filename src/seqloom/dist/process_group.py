@@ -169,6 +169,17 @@ def check_gpus(local_ranks: int, *, share_gpu: bool = False) -> None:
         )
 
 
+def shares_gpu() -> bool:
+    """Whether `take_device` has given this rank a GPU that other ranks have too."""
+    return os.environ.get("NCCL_HOSTID", "").startswith(SHARED_HOST)
+
+
+def ranks_per_gpu(local_ranks: int) -> int:
+    """Return how many of a node's ranks have the same GPU, where they may share."""
+    gpus = torch.cuda.device_count()
+    return -(-local_ranks // gpus) if gpus else 1
+
+
 def slurm_address(environment: Mapping[str, str]) -> dict[str, str]:
     """Return where the ranks of a Slurm step meet: on its first host, at a port that its job has to itself."""
     nodes = environment.get("SLURM_STEP_NODELIST", "")

@@ -142,9 +142,10 @@ def bind_plan(
             slices = (None, None) if context is None else boundary.slices(stage, number, context.tokens)
             microbatches.append(RankMicroBatch(number, work.checkpoint, context, layers, work.offload, *slices))
         stages[stage] = tuple(microbatches)
-    row = place_messages(pipeline, pipeline.actions, boundary)[pp_rank]
+    free = plan.sharding == Sharding.FREE
+    row = place_messages(pipeline, pipeline.actions, boundary, reduce_last=free)[pp_rank]
     actions = tuple(each for each in row if each.round is None or stages[each.stage][each.round].context is not None)
-    leaves = _shared_last_backward(pipeline, row, rank) if plan.sharding == Sharding.FREE else None
+    leaves = _shared_last_backward(pipeline, row, rank) if free else None
     return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, leaves, kv_cache, progress)
 
 

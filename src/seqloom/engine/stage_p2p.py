@@ -144,7 +144,9 @@ def all_rows(tokens: int, peer: int) -> tuple[RowSlice, ...]:
 # ---- When messages start
 
 
-def place_messages(pipeline: Pipeline, rows: Sequence[Sequence[Action]], boundary: StageBoundary) -> list[list[Action]]:
+def place_messages(
+    pipeline: Pipeline, rows: Sequence[Sequence[Action]], boundary: StageBoundary, *, reduce_last: bool = False
+) -> list[list[Action]]:
     """Return the rows with all messages where the step ends even if every call blocks until its other side is called.
 
     The rows' own messages are dropped. The rows are timed, and both sides of a message are started at the moment in
@@ -154,6 +156,10 @@ def place_messages(pipeline: Pipeline, rows: Sequence[Sequence[Action]], boundar
     is ahead of them.
 
     Between two stages of the same ranks the RECV follows the SEND, and a rank that has both starts them together.
+
+    Args:
+        reduce_last: put the reductions of the step behind all messages: under free sharding gradients go to ranks of
+            other stages, which would wait for those of this rank.
     """
     if len(pipeline.stages) == 1:
         return [list(row) for row in rows]
@@ -167,7 +173,8 @@ def place_messages(pipeline: Pipeline, rows: Sequence[Sequence[Action]], boundar
         sender, receiver = pp_ranks[send.stage], pp_ranks[receive.stage]
         placed[sender].append((time, 0, 2 * number, send))
         placed[receiver].append((time, 0, 2 * number + 1, receive))
-    return [_ends_last([action for *_, action in sorted(each, key=lambda entry: entry[:3])]) for each in placed]
+    sorted_rows = [[action for *_, action in sorted(each, key=lambda entry: entry[:3])] for each in placed]
+    return [_ends_last(row) for row in sorted_rows] if reduce_last else sorted_rows
 
 
 def _time_rows(
@@ -226,7 +233,7 @@ def _messages(
 
 
 def _ends_last(row: list[Action]) -> list[Action]:
-    """Move what ends a step behind all messages: gradients that go to all ranks would wait for those of this rank."""
+    """Move what is done once per step behind all else."""
     ends = [action for action in row if action.round is None and action.kind in (ActionKind.REDUCE, ActionKind.RESHARD)]
     return [action for action in row if action not in ends] + ends
 

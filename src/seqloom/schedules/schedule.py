@@ -159,13 +159,20 @@ class Schedule:
         )
 
     def pipeline_actions(self) -> Rows:
-        """Return a plan's `Pipeline.actions`: with messages, parameters gathered and gradients reduced once."""
+        """Return a plan's `Pipeline.actions`: with messages, parameters gathered and gradients reduced once.
+
+        A stage that is done reduces its gradients beside what other stages of its ranks still compute.
+        """
         rows = []
         for pp_rank, row in enumerate(self.with_messages()):
             stages = [stage for stage, own in enumerate(self.pp_ranks) if own == pp_rank]
-            gather = [Action(stage, ActionKind.UNSHARD) for stage in stages]
-            end = [Action(stage, kind) for stage in stages for kind in (ActionKind.REDUCE, ActionKind.RESHARD)]
-            rows.append((*gather, *row, *end))
+            made = [Action(stage, ActionKind.UNSHARD) for stage in stages]
+            last = {action.stage: k for k, action in enumerate(row)}
+            for k, action in enumerate(row):
+                made.append(action)
+                if last[action.stage] == k:
+                    made += [Action(action.stage, kind) for kind in (ActionKind.REDUCE, ActionKind.RESHARD)]
+            rows.append(tuple(made))
         return tuple(rows)
 
     @classmethod

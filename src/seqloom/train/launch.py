@@ -32,7 +32,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from seqloom.describe.cluster import DEVICES, is_device
+from seqloom.cost.engines import DEVICE_SHARE
+from seqloom.describe.cluster import DEVICES, Cluster, is_device
 from seqloom.dist import (
     Channel,
     Communicators,
@@ -42,7 +43,7 @@ from seqloom.dist import (
     joined_rank,
     launched_rank,
 )
-from seqloom.dist.process_group import SHARED_HOST, check_gpus, node_size
+from seqloom.dist.process_group import check_gpus, node_size, ranks_per_gpu, shares_gpu
 from seqloom.errors import LeftEarly, SeqloomError
 from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
@@ -123,7 +124,7 @@ def train_on_processes(
     _check_compilers_if_needed(config)
     check_gpus(ranks, share_gpu=share_gpu)
     start_fork_server(__name__, model_family.build.__module__)  # it loads torch while this process looks at the run
-    config = with_launched_nodes(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)])
+    config = for_launched_ranks(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)], share_gpu)
     setup = RunSetup.load(config, ranks)  # refuse here, once, what every process would refuse
     config = write_strategies(setup.config, setup.planners.strategies)
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
@@ -171,7 +172,7 @@ def load_alike(config: Config, job_rank: JobRank) -> RunSetup:
     setup = None
     if rank == 0:
         try:
-            setup = RunSetup.load(with_launched_nodes(config, job_ranks), ranks)
+            setup = RunSetup.load(for_launched_ranks(config, job_ranks, shares_gpu()), ranks)
             strategies = strategies_to_json(setup.choices.strategies) if setup.choices.strategies else None
             told = [(setup.choices.stages, strategies, _identity(setup))]
         except SeqloomError as error:  # all ranks refuse together and none waits
@@ -182,7 +183,7 @@ def load_alike(config: Config, job_rank: JobRank) -> RunSetup:
     stages, strategies, first = told[0]
     if setup is None:
         choices = RunChoices(stages, strategies_from_json(strategies) if strategies else ())
-        setup = RunSetup.load(with_launched_nodes(config, job_ranks), ranks, choices)
+        setup = RunSetup.load(for_launched_ranks(config, job_ranks, shares_gpu()), ranks, choices)
     mine, differences = _identity(setup), [None] * ranks
     other = next((name for name in first if mine.get(name) != first[name]), None)
     dist.all_gather_object(differences, None if other is None else f"{other} = {mine.get(other)}, not {first[other]}")
@@ -231,11 +232,17 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name(0)
 
 
-def with_launched_nodes(config: Config, job_ranks: Sequence[JobRank]) -> Config:
-    """Put the nodes that ranks were started on in the place of plan.cluster = "auto"."""
-    if config.plan.cluster != "auto":
-        return config
-    return replace(config, plan=replace(config.plan, cluster=spell_nodes(job_ranks)))
+def for_launched_ranks(config: Config, job_ranks: Sequence[JobRank], share_gpu: bool) -> Config:
+    """Put what ranks were started on into a config: their nodes for plan.cluster = "auto", their part of a GPU."""
+    plan = config.plan
+    if plan.cluster == "auto":
+        plan = replace(plan, cluster=spell_nodes(job_ranks))
+    sharing = ranks_per_gpu(job_ranks[0].local_ranks) if share_gpu else 1
+    if sharing > 1 and plan.budget_gib is None:
+        device = Cluster.parse(plan.cluster).device
+        if device.name != "CPU":
+            plan = replace(plan, budget_gib=DEVICE_SHARE * device.memory_gib / sharing)
+    return replace(config, plan=plan)
 
 
 def _identity(setup: RunSetup) -> dict[str, str]:
@@ -259,7 +266,7 @@ def node_note(job_rank: JobRank, setup: RunSetup) -> str | None:
 
 def shared_gpu_note(ranks: int) -> str | None:
     """Say that ranks of this node share its GPUs; None: they do not."""
-    if not os.environ.get("NCCL_HOSTID", "").startswith(SHARED_HOST):
+    if not shares_gpu():
         return None
     return f"{ranks} ranks share {torch.cuda.device_count()} GPU: results are exact, speed means nothing"
 

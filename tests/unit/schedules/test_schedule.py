@@ -116,6 +116,12 @@ def test_messages_stand_beside_what_makes_and_uses_them():
     )
 
 
+def test_a_stage_that_is_done_reduces_its_gradients_while_others_compute():
+    row = [str(action) for action in build_schedule("interleaved", 2, 2, chunks=2).pipeline_actions()[0]]
+    assert row.index("2REDUCE") < row.index("0B0") < row.index("0B1") < row.index("0REDUCE")
+    assert row[row.index("2REDUCE") - 2 :][:4] == ["2B1", "2SEND_B1", "2REDUCE", "2RESHARD"]
+
+
 def test_a_message_that_is_used_late_is_received_in_the_order_of_sending():
     """Pipeline rank 0 sends 0SEND_F1 before 2SEND_F0; pp_rank 1 uses the latter first."""
     made = Schedule("hand", (0, 1, 0, 1), (Unit(0, 0, 1), Unit(1, 0, 1)), rows(

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from seqloom.dist import JobRank
@@ -18,11 +19,11 @@ from seqloom.train.watchdog import Watchdog
 from support.runs import SMALL
 
 STEP = "step 7, plan 0123456789ab"
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
 
 
 def test_the_log_says_where_plans_take_other_nodes():
-    recipe = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
-    setup = RunSetup.load(Config.load(recipe, [*SMALL, "plan.cluster=1x4xCPU"]), 4)
+    setup = RunSetup.load(Config.load(RECIPE, [*SMALL, "plan.cluster=1x4xCPU"]), 4)
     said = "plan.cluster = '1x4xCPU' has 4 ranks in a node, 2 were started in this one"
     assert node_note(JobRank(0, 4, 0, 2), setup) == said
     assert node_note(JobRank(0, 4, 0, 4), setup) is None
@@ -145,3 +146,18 @@ def test_a_gpu_that_nobody_has_described_is_refused(monkeypatch):
         SeqloomError, match=r"'NVIDIA GeForce RTX 4090' is none of those described .*A100-40G.*name the"
     ):
         launch.spell_nodes([JobRank(0, 1, 0, 1)])
+
+
+@pytest.mark.parametrize(("share", "plan", "budget"), [
+    (True, {"cluster": "1x8xH200"}, 0.9 * 140 / 8),
+    (True, {"cluster": "auto"}, 0.9 * 140 / 8),
+    (True, {"cluster": "1x8xH200", "budget_gib": 3.0}, 3.0),
+    (True, {"cluster": "1x8xCPU"}, None),
+    (False, {"cluster": "1x8xH200"}, None),
+])  # fmt: skip
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch, share, plan, budget):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "described_device", lambda: "H200")
+    config = Config.load(RECIPE, [*SMALL, *(f"plan.{key}={value}" for key, value in plan.items())])
+    found = launch.for_launched_ranks(config, [JobRank(rank, 8, rank, 8) for rank in range(8)], share).plan
+    assert found.budget_gib == budget and found.cluster == plan["cluster"].replace("auto", "1x8xH200")
