@@ -39,7 +39,7 @@ def one_group(ulysses, ring, sharding):
 
 def in_stages(chunks, schedule):
     planner = PlannerChoice("pipeline", {"stages": 2, "chunks": chunks, "schedule": schedule})
-    return planner.plan([TOKENS // 4] * 16, cost_of(Sharding.FULL, 2 * chunks))
+    return planner.plan([TOKENS // 4] * 64, cost_of(Sharding.FULL, 2 * chunks))
 
 
 CASES = {

@@ -126,7 +126,8 @@ def total(intervals: Iterable[Interval]) -> float:
 
 def traced(body: Callable[[], object]) -> Trace:
     """Run a body under torch.profiler."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    # there is one cycle; without `acc_events` torch warns of what others would lose
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         body()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
