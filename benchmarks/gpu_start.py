@@ -26,6 +26,8 @@ DONE, TOKENS, LIMIT_S = "first step done", 16_384, 300
 FILL = "from seqloom.planners.compiled import compile_loops; compile_loops()"
 """What a run leaves to a process in the background, which ends after its first step."""
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR")
+IMPORT = "import seqloom.train.launch, seqloom.planners.registry, seqloom.integrations.transformers.loading"
+"""Leaves the byte code of Python's modules in a folder, as an installation does; not every machine has it."""
 MODEL, VOCABULARY = "qwen3-1.7b", 151_936
 
 
@@ -50,8 +52,9 @@ def make_model(folder: Path) -> dict[str, Any]:
 
 
 def environment(caches: Path) -> dict[str, str]:
-    """Return this process's environment with caches of its own."""
-    return os.environ | {name: str(caches / name) for name in CACHES}
+    """Return this process's environment with caches of its own; the byte code of modules lies beside them."""
+    bytecode = {"PYTHONPYCACHEPREFIX": str(caches.parent / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    return os.environ | bytecode | {name: str(caches / name) for name in CACHES}
 
 
 def start(recipe: str, ranks: int, settings: dict[str, Any], caches: Path) -> tuple[float, str]:
@@ -100,6 +103,7 @@ def main() -> None:
                 "data.max_length": TOKENS,
             }
             cases[MODEL] = "qwen3-8xh200", make_model(folder) | cluster
+        subprocess.run([sys.executable, "-c", IMPORT], env=environment(folder / "caches"), check=True)
         for case, (recipe, settings) in cases.items():
             for state in ("cold", "warm"):
                 progress(f"{case}, {state}")

@@ -5,8 +5,8 @@ Everything else in Seqloom calls torch through its public names. Layouts of tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -152,6 +152,14 @@ def mark_dynamic(tensor: torch.Tensor, axis: int) -> None:
     from torch._dynamo import maybe_mark_dynamic  # loads the compiler; only when it is needed
 
     maybe_mark_dynamic(tensor, axis)
+
+
+def inductor_options(wanted: Mapping[str, bool]) -> dict[str, Any]:
+    """Return those options of torch.compile that this version of torch has."""
+    from torch._inductor import list_options
+
+    known = list_options()
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def occupy_gpu(cycles: int) -> None:

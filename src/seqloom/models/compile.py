@@ -11,6 +11,7 @@ Torch is not told: doing it twice does no harm, and its output is used, so it is
 
 Lengths are new in every step. The token axis is marked dynamic, so that no graph depends on how many tokens there are,
 not even where another axis is as long by chance. Only 0 and 1 tokens have graphs of their own: torch specialises them.
+Inductor would still compile anew for several ranges of sizes, which takes seconds each (`INDUCTOR_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from seqloom.attention.api import Groups, attention_backward, attention_forward,
 from seqloom.attention.context_parallel.kv_cache import PrefixAttention
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.plan import AttentionOptions, plan_attention
-from seqloom.compat import mark_dynamic
+from seqloom.compat import inductor_options, mark_dynamic
 from seqloom.dist import Context
 from seqloom.dist.rank_tokens import TokenRedistribute
 from seqloom.dist.rows import take
 from seqloom.errors import SeqloomError
 from seqloom.models.layer_wrapper import LayerWrapper
 
+INDUCTOR_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
+"""Inductor decides by the number of tokens whether the two sums in the backward of a norm become one kernel, and guards
+the graph with the answer: up to four graphs. With this they always do, as for long packs in any case."""
 _REGISTERING = Lock()  # ranks may be threads of one process, and torch takes an operator once
 
 
@@ -58,7 +62,8 @@ def _compiled_body(layer_class: type[nn.Module], backend: str) -> Callable[..., 
     """Return the compiled forward of a class of layers: one, since a graph is for one class."""
     with _REGISTERING:
         register_operator()
-    return torch.compile(layer_class.forward, dynamic=True, backend=backend)
+    options = inductor_options(INDUCTOR_OPTIONS) if backend == "inductor" else None
+    return torch.compile(layer_class.forward, dynamic=True, backend=backend, options=options)
 
 
 def _run_compiled(
