@@ -84,7 +84,7 @@ def train_until(*arguments, after, ask=False):
 @pytest.mark.parametrize("name", RECIPES)
 def test_killed_and_resumed_is_undisturbed(device, corpus, tmp_path, name):
     ranks, changes, other_ranks, other_changes = RECIPES[name]
-    whole = train(device, corpus, name, tmp_path / "whole", ranks, changes)
+    whole = train(device, corpus, name, tmp_path / "whole", ranks, {**changes, "checkpoint.every": 0})
     assert len(whole) == STEPS and whole[-1] < whole[0]
     code, said = train_until(device, corpus, name, tmp_path / "killed", ranks, changes, after=5)
     assert code == 2 and "has died (SIGKILL)" in said and PYTHON_TRACEBACK not in said, said[-4000:]
@@ -100,6 +100,6 @@ def test_asked_to_leave_and_resumed_is_undisturbed(device, corpus, tmp_path):
     done = complete_checkpoints(tmp_path / "left" / "checkpoints")[-1][0]
     steps["run.steps"] = done + 2
     resumed = train(device, corpus, "tiny-cpu", tmp_path / "left", 4, steps)
-    whole = train(device, corpus, "tiny-cpu", tmp_path / "whole", 4, steps)
+    whole = train(device, corpus, "tiny-cpu", tmp_path / "whole", 4, {**steps, "checkpoint.every": 0})
     assert len(resumed) == done + 2
     np.testing.assert_allclose(resumed, whole, rtol=1e-4)
