@@ -146,7 +146,8 @@ def test_training_is_the_same_under_every_sharding(gloo_pool):
     assert curves[Sharding.NONE][4] < curves[Sharding.NONE][0]
 
 
-@pytest.mark.parametrize("sharding", [Sharding.FULL, pytest.param(Sharding.NONE, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/nccl trains in bfloat16 under every sharding too
+@pytest.mark.parametrize("sharding", [Sharding.FULL, Sharding.NONE])
 def test_half_precision_has_masters_and_gradients_in_float32(gloo_pool, sharding):
     step = replace(STEP, dtype=torch.float32)
     plan = planned(sharding=sharding, reduce=Reduce.STEP, checkpoint=KINDS)

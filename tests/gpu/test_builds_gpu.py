@@ -23,6 +23,14 @@ def triton_kernels():
     return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
 
+def fa4_kernels():
+    """How many kernels FlashAttention-4 has compiled or loaded in this process."""
+    from flash_attn.cute import interface
+
+    functions = (each for each in vars(interface).values() if hasattr(each, "compile_cache"))
+    return sum(len(function.compile_cache.cache) for function in functions)
+
+
 def run(threads, kernel, dtype, ulysses, ring, window=None):
     """Build for one kind of group, then run groups of that kind; return what was built before and after."""
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, window)
@@ -43,6 +51,18 @@ def test_nothing_is_compiled_after_the_builds(threads, dtype, ulysses, ring, win
     before = triton_kernels()
     steps()
     assert before and triton_kernels() == before
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (4, 1), (1, 4)])
+def test_fa4_compiles_nothing_after_the_builds(threads, ulysses, ring, window):
+    missing = unavailable_kernels(torch.device("cuda", 0)).get("fa4")
+    if missing or (ring > 1 and window):
+        pytest.skip(missing or "fa4 takes no window at an offset")
+    steps = run(threads, Dispatcher((make_kernel("fa4"),)), torch.bfloat16, ulysses, ring, window)
+    before = fa4_kernels()
+    steps()
+    assert before and fa4_kernels() == before
 
 
 @pytest.mark.parametrize("ulysses", [1, 4])

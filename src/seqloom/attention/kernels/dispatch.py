@@ -31,7 +31,7 @@ import torch
 
 from seqloom.attention.kernels.cpu import CpuFlash, Reference
 from seqloom.attention.kernels.cudnn import Cudnn
-from seqloom.attention.kernels.flash import Varlen
+from seqloom.attention.kernels.flash import FlashAttention4, Varlen
 from seqloom.attention.kernels.interface import (
     AttentionShape,
     Capabilities,
@@ -77,6 +77,13 @@ def _triton_missing(device: torch.device) -> str | None:
     return "package triton is not installed" if find_spec("triton") is None else None
 
 
+def _fa4_missing(device: torch.device) -> str | None:
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return "package flash-attn-4 is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}, not 9.0 or more" if major < 9 else None
+
+
 def _cudnn_missing(device: torch.device) -> str | None:
     needed = "it needs the package nvidia-cudnn-frontend and a GPU of compute capability 9.0 or more"
     return None if Cudnn.available(device) else needed
@@ -91,6 +98,7 @@ KERNELS = {
     "cudnn": KernelEntry(Cudnn, _cudnn_missing, min_length=256),
     "triton": KernelEntry(TritonSegments, _triton_missing),
     "varlen": KernelEntry(Varlen, _ampere_missing),
+    "fa4": KernelEntry(FlashAttention4, _fa4_missing),
     "cpu_flash": KernelEntry(CpuFlash),
     "reference": KernelEntry(Reference),
 }

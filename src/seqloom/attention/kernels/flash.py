@@ -1,20 +1,33 @@
-"""Flash attention over packed sequences on a GPU: torch's own operator.
+"""Flash attention over packed sequences on a GPU: torch's own operator, and FlashAttention-4.
 
 The causal mask ends at the last query and the last key, so squares and pieces with their prefix go into one call for
 any number of documents. Unmasked segments under a causal rule go into a second call. Segments that do not lie one after
-the other are gathered. The operator is called below autograd, because a ring's backward needs the log-sum-exp of all
+the other are gathered. Operators are called below autograd, because a ring's backward needs the log-sum-exp of all
 keys, not of the keys of one call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved, device_rows
+from seqloom.attention.kernels.interface import (
+    AttentionShape,
+    Capabilities,
+    Gradients,
+    KernelBuild,
+    KernelUse,
+    Saved,
+    device_rows,
+)
 from seqloom.attention.masks import Segments
 from seqloom.attention.merge import sum_dtype
 from seqloom.dist.rows import on_device
@@ -32,16 +45,101 @@ class Varlen:
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:
         """Copy the cumulative lengths to the device."""
-        return PreparedVarlen(varlen_calls(segments, shape), shape)
+        return PreparedVarlen(varlen_calls(segments, shape), shape, FlashOperator.of_torch())
+
+
+class FlashAttention4:
+    """FlashAttention-4 (package flash-attn-4) on Hopper and later: half precision, head dims up to 256.
+
+    It takes what `Varlen` takes. A kernel is compiled for every kind of mask and ratio of heads, not for lengths.
+    """
+
+    capabilities = replace(Varlen.capabilities, name="fa4")
+
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:
+        """Copy the cumulative lengths to the device."""
+        calls = varlen_calls(segments, shape)
+        spelt = tuple(replace(call, arguments=_fa4_arguments(call.arguments)) for call in calls)
+        return PreparedVarlen(spelt, shape, FlashOperator.of_fa4())
+
+    def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
+        """Return a build for every kind of mask, forward and backward; see `SupportsBuilds`."""
+        window = use.window if use.window is not None and use.window < use.longest else None
+        kinds = [Segments.packed([FA4_LEAST], window=window)]
+        if window is not None:
+            kinds.append(Segments.packed([FA4_LEAST]))  # documents that the window covers
+        if use.tiles:
+            kinds.append(Segments.packed([FA4_LEAST], causal=False))
+        return [KernelBuild(partial(self._build, segments, shape), cached=True) for segments in kinds]
+
+    def _build(self, segments: Segments, shape: AttentionShape) -> None:
+        prepared, (q, k) = self.prepare(segments, shape), shape.zeros(FA4_LEAST)
+        out, lse = prepared.forward(q, k, k)
+        prepared.backward(out, Saved(q, k, k, out, lse))
+
+
+class FlashOperator(NamedTuple):
+    """Flash attention over packed sequences, with `VarlenArguments` in its own spelling.
+
+    Attributes:
+        forward: forward(q, k, v, arguments) -> (out, lse), shapes as in `compat.flash_forward`.
+        backward: backward(dout, saved, arguments) -> dq, dk, dv.
+    """
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[[torch.Tensor, Saved, Any], Gradients]
+
+    @classmethod
+    def of_torch(cls) -> FlashOperator:
+        """Return torch's."""
+        return cls(compat.flash_forward, compat.flash_backward)
+
+    @classmethod
+    @cache
+    def of_fa4(cls) -> FlashOperator:
+        """Load FlashAttention-4; what it compiles goes to its cache on disk, unless the environment says otherwise.
+
+        Its two private functions are all that takes a log-sum-exp of more keys than those of the call.
+        """
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        interface = import_module("flash_attn.cute.interface")
+
+        def forward(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return interface._flash_attn_fwd(q, k, v, return_lse=True, **arguments)[:2]
+
+        def backward(dout: torch.Tensor, saved: Saved, arguments: dict[str, Any]) -> Gradients:
+            q, k, v, out, lse = saved
+            return interface._flash_attn_bwd(q, k, v, out, dout, lse, **arguments)
+
+        return cls(forward, backward)
+
+
+FA4_LEAST = 256
+"""Longest sequence that FlashAttention-4 is told of, at least: it compiles anew where one block of rows holds all."""
+
+
+def _fa4_arguments(arguments: compat.VarlenArguments) -> dict[str, Any]:
+    """Spell arguments for FlashAttention-4: no bound is None there, and -1 beside a bound hides every key."""
+    found = arguments._asdict()
+    for side in ("window_size_left", "window_size_right"):
+        found[side] = None if arguments.causal or found[side] < 0 else found[side]
+    for side in ("max_seqlen_q", "max_seqlen_k"):
+        found[side] = max(found[side], FA4_LEAST)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenCall:
-    """Sequences of one call. `queries` and `keys` are the rows it reads: a slice, or an index on the device."""
+    """Sequences of one call. `queries` and `keys` are the rows it reads: a slice, or an index on the device.
+
+    `arguments` are spelt as the operator wants them.
+    """
 
     queries: slice | torch.Tensor
     keys: slice | torch.Tensor
-    arguments: compat.VarlenArguments
+    arguments: Any
 
     def covers(self, q_rows: int, k_rows: int) -> bool:
         """Return whether the call reads every row of the buffers, in place."""
@@ -58,11 +156,12 @@ class PreparedVarlen:
 
     calls: tuple[VarlenCall, ...]
     shape: AttentionShape
+    operator: FlashOperator
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse)."""
         if self._is_one_call(q, k):
-            return compat.flash_forward(q, k, v, self.calls[0].arguments)
+            return self.operator.forward(q, k, v, self.calls[0].arguments)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=sum_dtype(q.dtype), device=q.device)
         self.forward_into(q, k, v, out, lse)
@@ -74,7 +173,7 @@ class PreparedVarlen:
         """Write the rows of the calls, see `InPlaceAttention`."""
         for call in self.calls:
             inputs = q[call.queries], k[call.keys], v[call.keys]
-            call_out, call_lse = compat.flash_forward(*inputs, call.arguments)
+            call_out, call_lse = self.operator.forward(*inputs, call.arguments)
             out[call.queries] = call_out.to(out.dtype)
             lse[:, call.queries] = call_lse
 
@@ -103,11 +202,14 @@ class PreparedVarlen:
         # A ring hands over its merged output in float32; the operator wants one dtype, and lse without gaps.
         dtype = saved.q.dtype
         saved = saved._replace(out=saved.out.to(dtype), lse=saved.lse.contiguous())
-        return compat.flash_backward(dout.to(dtype), saved, call.arguments)
+        return self.operator.backward(dout.to(dtype), saved, call.arguments)
 
 
 def varlen_calls(segments: Segments, shape: AttentionShape) -> tuple[VarlenCall, ...]:
-    """Sort segments into at most two packed calls: those whose mask ends on the diagonal, and unmasked ones."""
+    """Sort segments into at most two packed calls: those whose mask ends on the diagonal, and unmasked ones.
+
+    Arguments are `compat.VarlenArguments`.
+    """
     spare, device = segments.k_len - segments.q_len, shape.device
     aligned = segments.causal & (segments.offset == spare) & (spare >= 0)
     calls = []

@@ -1,5 +1,7 @@
 """Packed flash attention without a GPU: the real index work over a plain implementation of the same contract."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -8,14 +10,15 @@ from hypothesis import strategies as st
 
 from seqloom import compat
 from seqloom.attention.kernels.cpu import Reference
-from seqloom.attention.kernels.flash import Varlen
-from seqloom.attention.kernels.interface import AttentionShape, InPlaceAttention
+from seqloom.attention.kernels.flash import FA4_LEAST, FlashAttention4, FlashOperator, Varlen
+from seqloom.attention.kernels.interface import AttentionShape, InPlaceAttention, KernelUse, Saved
 from seqloom.attention.masks import Segments
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
+KERNELS = pytest.mark.parametrize("kernel", [Varlen(), FlashAttention4()], ids=["torch", "fa4"])
 
 
 def packed(q, k, cu_q, cu_k, causal, left, right, scale):
@@ -45,38 +48,73 @@ def flash_backward(dout, saved, arguments):
     return plain.backward(dout, saved)
 
 
+class PlainFlashAttention4:
+    """Stands in for `flash_attn.cute.interface`: unbounded is None, all tensors have one dtype."""
+
+    def __init__(self):
+        self.masks = []
+
+    def _packed(self, q, k, arguments):
+        for cumulative, longest in (("cu_seqlens_q", "max_seqlen_q"), ("cu_seqlens_k", "max_seqlen_k")):
+            least = int(np.diff(arguments[cumulative].numpy()).max())
+            assert arguments[longest] == max(least, FA4_LEAST)
+        causal, left, right = (arguments[name] for name in ("causal", "window_size_left", "window_size_right"))
+        self.masks.append((causal, left, right))
+        assert (left is None and right is None) or (not causal and left >= 0 and right == 0)
+        bounds = [-1 if bound is None else bound for bound in (left, right)]
+        lengths = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
+        return packed(q, k, *lengths, causal, *bounds, arguments["softmax_scale"])
+
+    def _flash_attn_fwd(self, q, k, v, *, return_lse, **arguments):
+        assert return_lse
+        out, lse = self._packed(q, k, arguments).forward(q, k, v)
+        return out, lse, None, None, None
+
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, **arguments):
+        assert dout.dtype == out.dtype == q.dtype
+        return self._packed(q, k, arguments).backward(dout, Saved(q, k, v, out, lse))
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _plain_operator():
+def plain_fa4():
+    """The stand-ins of both operators; returns that of FlashAttention-4."""
+    plain = PlainFlashAttention4()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "flash_forward", flash_forward)
         patch.setattr(compat, "flash_backward", flash_backward)
-        yield
+        patch.setitem(sys.modules, "flash_attn.cute.interface", plain)
+        FlashOperator.of_fa4.cache_clear()
+        yield plain
+    FlashOperator.of_fa4.cache_clear()
 
 
+@KERNELS
 @given(case=segment_cases(offsets=False), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]))
 @settings(max_examples=25)
-def test_squares(case, heads):
+def test_squares(kernel, case, heads):
     shape = AttentionShape(*heads, 8, torch.float64, CPU, SCALE)
-    assert max(kernel_errors(Varlen(), case, shape).values()) < 1e-12
+    assert max(kernel_errors(kernel, case, shape).values()) < 1e-12
 
 
+@KERNELS
 @given(case=segment_cases(longest=6))
 @settings(max_examples=40)
-def test_whatever_is_supported(case):
-    segments = case.segments.select(Varlen.capabilities.supports(case.segments))
+def test_whatever_is_supported(kernel, case):
+    segments = case.segments.select(kernel.capabilities.supports(case.segments))
     assume(len(segments))
     shape = AttentionShape(2, 1, 8, torch.float64, CPU, SCALE)
-    assert max(kernel_errors(Varlen(), case._replace(segments=segments), shape).values()) < 1e-12
+    assert max(kernel_errors(kernel, case._replace(segments=segments), shape).values()) < 1e-12
 
 
-def test_prefixes_and_tiles_without_mask_share_a_causal_rule():
+@KERNELS
+def test_prefixes_and_tiles_without_mask_share_a_causal_rule(kernel):
     rows = [(0, 3, 0, 9, 6), (3, 5, 9, 12, 7), (6, 10, 13, 17, 0), (10, 11, 17, 20, 2)]
     shape = AttentionShape(2, 1, 8, torch.float64, CPU, SCALE)
     for window in (None, 4, 20):
         segments = Segments.of(rows, window=window)
-        taken = segments.select(Varlen.capabilities.supports(segments))
+        taken = segments.select(kernel.capabilities.supports(segments))
         assert len(taken) == (3 if window == 4 else 4)
-        assert max(kernel_errors(Varlen(), Case(taken, 12, 20), shape).values()) < 1e-12
+        assert max(kernel_errors(kernel, Case(taken, 12, 20), shape).values()) < 1e-12
 
 
 def test_a_pack_is_one_call_in_place():
@@ -106,3 +144,21 @@ def test_segments_with_gaps_are_gathered():
 )
 def test_how_flash_spells_a_mask(causal, window, spelt):
     assert compat.flash_mask(causal, window) == spelt
+
+
+@pytest.mark.parametrize(
+    ("use", "masks"),
+    [
+        (KernelUse(5000), [(True, None, None)]),
+        (KernelUse(5000, tiles=True), [(True, None, None), (False, None, None)]),
+        (KernelUse(5000, window=100), [(False, 99, 0), (True, None, None)]),
+        (KernelUse(5000, window=9000), [(True, None, None)]),
+    ],
+)
+def test_fa4_is_built_for_every_kind_of_mask(plain_fa4, use, masks):
+    shape = AttentionShape(4, 2, 8, torch.float32, CPU, SCALE)
+    plain_fa4.masks.clear()
+    for build in FlashAttention4().builds(shape, use):
+        assert build.cached
+        build.run()
+    assert plain_fa4.masks == [mask for mask in masks for _ in range(2)]  # forward, backward

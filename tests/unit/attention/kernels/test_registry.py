@@ -68,5 +68,14 @@ def test_on_a_gpu_what_is_missing_is_named(monkeypatch, capability):
     absent = dispatch.unavailable_kernels(torch.device("cuda"))
     assert absent["triton"] == "package triton is not installed"
     assert ("varlen" in absent) == (capability < (8, 0))
+    assert absent["fa4"] == "package flash-attn-4 is not installed"
     names = [kernel.capabilities.name for kernel in dispatch.available_kernels(torch.device("cuda"))]
     assert names[-1] == "reference" and not set(names) & set(absent)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_fa4_needs_hopper(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    missing = dispatch.unavailable_kernels(torch.device("cuda")).get("fa4")
+    assert missing == (None if capability >= (9, 0) else "compute capability 8.0, not 9.0 or more")
