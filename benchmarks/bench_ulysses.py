@@ -52,9 +52,9 @@ def gains(cluster: str, model: str, source: str, seed: int, count: int) -> tuple
     return same, replanned
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure, show and write."""
-    arguments = options(__doc__).parse_args()
+    arguments = options(__doc__).parse_args(argv)
     sources = {arguments.lengths: "Wikipedia"} | {name: name for name in ("prolong", "agent-traces", "meta128k")}
     clusters, count = (CLUSTERS[:1], 1) if arguments.quick else (CLUSTERS, 3)
     rows: list[dict[str, Any]] = []

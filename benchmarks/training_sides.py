@@ -1,7 +1,8 @@
-"""Training steps of one transformers model on one device, by two sides: Seqloom's engine, and plain transformers.
+"""Training steps of one transformers model on one device: by Seqloom's engine, and by its rivals.
 
 The modules are several, the parameters one: all sides always have the same values, the same optimiser, the same
-clipping and the same chunked loss. A step begins with lengths and token ids on the host and ends with an update.
+clipping and the same chunked loss. A step begins with lengths and token ids on the host and ends with an update. The
+learning rate is 0: the optimiser does all its work, and every step of every side starts from the same parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from training_inputs import CONFIGS, Pack, Step
+from training_rivals import Rival, make_layers, pack_arguments, rotary_of, set_attention
 from transformers import AutoModelForCausalLM
 
 from seqloom.attention import AttentionSpec, attention_builds
@@ -28,33 +30,25 @@ CLIP, CHUNK, GIB = 1.0, 4096, 2**30
 
 
 class Sides:
-    """A model with all sides around it.
+    """A model with all sides around it: "ours", the engine, whose layers are compiled if asked for, and rivals."""
 
-    ours        the engine; its layers are compiled if asked for
-    flex        plain transformers on whole packs: positions that begin anew tell it where documents begin
-    documents   plain transformers with SDPA, a call for every document
-
-    With " compiled" after its name a rival's layers are compiled too.
-    """
-
-    def __init__(self, name: str, device: torch.device, *, compiled: str = "none") -> None:
+    def __init__(self, name: str, device: torch.device, *, compiled: bool) -> None:
         self.device, self.config = device, CONFIGS[name]()
         torch.manual_seed(0)
         with device:  # drawn where it will live
             plain: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16).train()
         self.parameters = list(plain.parameters())
-        self.rivals = {"": plain}
-        shared = {id(each): each for each in self.parameters}
-        self.adapter = model_adapter(attach(copy.deepcopy(plain, dict(shared))))
-        if compiled != "none":
+        self._model, self._rivals = plain, dict[Rival, Any]()
+        self.adapter = model_adapter(attach(self._copy()))
+        if compiled:
             compile_layers(self.adapter.layers)
-        if compiled == "both":
-            self.rivals["compiled"] = copy.deepcopy(plain, dict(shared))
-            for layer in self.rivals["compiled"].get_decoder().layers:
-                layer.compile()
         recompute_layers(self.adapter.layers)
         self.engine = ReplicatedParameters(self.adapter, SingleRankTransport(), chunk=CHUNK)
-        self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
+        self.optimiser = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)
+
+    def _copy(self) -> Any:
+        """Another module with the same parameters."""
+        return copy.deepcopy(self._model, {id(each): each for each in self.parameters})
 
     def pack(self, lengths: list[int]) -> Pack:
         """Documents of random tokens."""
@@ -70,16 +64,16 @@ class Sides:
             report(done, len(builds))
         return len(builds)
 
-    def run(self, side: str, pack: Pack, recompute: str) -> Step:
+    def run(self, side: Rival | str, pack: Pack, recompute: str) -> Step:
         """A whole step, timed."""
         keep, cuda = Checkpoint(recompute), self.device.type == "cuda"
-        rival = self._rival(side, keep)
+        model = self._rival(side, keep) if isinstance(side, Rival) else None
         self.optimiser.zero_grad()  # what a step that ran out of memory may have left
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        loss, norm = self._engine(pack, keep) if side == "ours" else self._plain(rival, pack)
+        loss, norm = self._plain(model, side, pack) if isinstance(side, Rival) else self._engine(pack, keep)
         self.optimiser.step()
         self.optimiser.zero_grad()
         if cuda:
@@ -90,10 +84,10 @@ class Sides:
     @torch.no_grad()
     def errors(self, pack: Pack) -> tuple[float, float]:
         """How far hidden states are from those in float32: the engine's, and plain transformers'; norm over norm."""
-        plain, (ids, _) = self._rival("documents", Checkpoint.NONE), self._upload(pack)
+        plain, (ids, _) = self._rival(Rival("documents", "plain"), Checkpoint.NONE), self._upload(pack)
         exact = copy.deepcopy(plain).float()
         parts = ids.split(pack.lengths)
-        oracle, wanted = (torch.cat([self._hidden(m, part, None) for part in parts]).float() for m in (exact, plain))
+        oracle, wanted = (torch.cat([self._hidden(m, part, {}) for part in parts]).float() for m in (exact, plain))
         found = self.adapter.hidden(ids, bind_single_rank(pack.lengths, device=self.device)).float()
         return tuple(float((one - oracle).norm() / oracle.norm()) for one in (found, wanted))
 
@@ -112,37 +106,35 @@ class Sides:
     def _prepare(self, context: Context) -> None:
         self.adapter.prepare(context, torch.bfloat16)
 
-    def _plain(self, model: Any, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+    def _plain(self, model: Any, rival: Rival, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         """What a loop without Seqloom does."""
         ids, labels = self._upload(pack)
-        calls: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
-        if model.config._attn_implementation == "flex_attention":
-            positions = torch.cat([torch.arange(length) for length in pack.lengths])
-            calls = [(ids, positions.to(self.device, non_blocking=True), labels)]
-        else:
-            each = zip(*(x.split(pack.lengths) for x in (ids, labels)), strict=True)
-            calls = [(some, None, wanted) for some, wanted in each]
+        calls = [(ids, labels)]
+        if rival.attention == "documents":
+            calls = list(zip(*(x.split(pack.lengths) for x in (ids, labels)), strict=True))
+        arguments = pack_arguments(rival.attention, pack.lengths, self.device)
         total, weight = torch.zeros((), device=self.device), model.get_output_embeddings().weight
-        for some, positions, wanted in calls:
-            loss = summed_loss(self._hidden(model, some, positions), weight, wanted, chunk=CHUNK) / pack.valid
-            loss.backward()
-            total += loss.detach()
+        with rotary_of(model, rival.layers):
+            for some, wanted in calls:
+                loss = summed_loss(self._hidden(model, some, arguments), weight, wanted, chunk=CHUNK) / pack.valid
+                loss.backward()
+                total += loss.detach()
         return total, torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
 
-    def _rival(self, side: str, keep: Checkpoint) -> Any:
+    def _rival(self, rival: Rival, keep: Checkpoint) -> Any:
         """The model of a rival, ready for its way to attend and to recompute."""
-        way, _, kind = side.partition(" ")
-        model = self.rivals[kind]
-        model.set_attn_implementation("flex_attention" if way == "flex" else "sdpa")
+        if rival not in self._rivals:
+            self._rivals[rival] = make_layers(self._copy(), rival.layers)
+            set_attention(self._rivals[rival], rival.attention)
+        model = self._rivals[rival]
         if keep == Checkpoint.FULL:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             model.gradient_checkpointing_disable()
         return model
 
-    def _hidden(self, model: Any, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        given = {} if positions is None else {"position_ids": positions[None]}
-        return model.get_decoder()(input_ids=ids[None], use_cache=False, **given).last_hidden_state.squeeze(0)
+    def _hidden(self, model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        return model.get_decoder()(input_ids=ids[None], use_cache=False, **arguments).last_hidden_state.squeeze(0)
 
     def _upload(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         return pack.ids.to(self.device, non_blocking=True), pack.labels.to(self.device, non_blocking=True)
