@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
         figures[label] = near
         of_best = [float(row["of best"]) for row in near.values()]
         rows += [(f"{label} {name}", f"{row['of best']:.3f}", " | ".join(row["best"])) for name, row in near.items()]
-        checks.append(Check(f"{label}, best choice / dispatcher, worst pack", min(of_best), 0.95, min_lengths=True))
+        checks.append(Check(f"{label}, best choice / dispatcher, worst pack", min(of_best), 0.95, at_least=True))
     show("time of the best choice / time of the dispatcher's", ("pack", "ratio", "best forward | backward"), rows)
     show_checks(checks)
     record.write(arguments.out, __file__, arguments, figures, checks)

@@ -96,7 +96,7 @@ def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float
         torch.autograd.grad(out, wanted, dout)
 
     def engine() -> None:
-        graph(lambda *inputs: attention(*inputs, context, kernels=clock))
+        graph(lambda q, k, v: attention(q, k, v, context, kernels=clock))
 
     costs = enqueue_us({"engine": engine, "node": lambda: graph(Node.apply)}, clock)
     torch.cuda.set_sync_debug_mode("error")

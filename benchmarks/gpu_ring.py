@@ -47,7 +47,7 @@ def kernel_ms(run) -> Times:
         run()
         torch.cuda.synchronize()
     totals = {False: 0.0, True: 0.0}
-    for event in profiler.events():
+    for event in profiler.events() or ():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             totals["memcpy" in event.name.lower()] += event.time_range.elapsed_us() / 1e3
     return totals[False], totals[True]

@@ -32,6 +32,20 @@ def varlen(lengths: Sequence[int]) -> Attend:
     return lambda q, k, v: varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))
 
 
+def fa4(lengths: Sequence[int]) -> Attend:
+    """FlashAttention-4."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    ends, longest = cumulative(lengths), max(lengths)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_varlen_func(q, k, v, causal=True, **packed)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
 class Flex:
     """FlexAttention with a document mask, compiled once; the mask is made outside the timed part."""
 
