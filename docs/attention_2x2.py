@@ -193,6 +193,7 @@ class Feature(NamedTuple):
     dtype: torch.dtype | None = None
     dim: int = 128
     kv_heads: int = 8
+    softcap: float | None = None
 
 
 FEATURES = (
@@ -211,8 +212,11 @@ FEATURES = (
     Feature("piece with its prefix", Segments.of([(0, 256, 0, 512, 256)])),
     Feature("any offset", Segments.of([(0, 256, 0, 512, 100)])),
     Feature("tile without mask", Segments.of([(0, 256, 0, 512, 512)])),
+    Feature("logit soft-cap", softcap=30.0),
 )
-NEVER = ("dropout", "logit soft-cap", "bias, ALiBi", "attention sinks", "values wider or narrower than keys")
+ALWAYS = ("attention sinks", "values wider or narrower than keys")
+"""Options that the engine adds to any kernel."""
+NEVER = ("dropout", "bias, ALiBi")
 """Options that the engine refuses before any kernel is asked."""
 
 
@@ -224,6 +228,7 @@ def support_matrix() -> str:
     kernels = {name: entry.make().capabilities for name, entry in KERNELS.items()}
     columns = [*kernels, ENGINE]
     rows = [(feature.name, _answers(feature, kernels)) for feature in FEATURES]
+    rows += [(name, dict.fromkeys(columns, SUPPORTED)) for name in ALWAYS]
     rows += [(name, dict.fromkeys(columns, REFUSED)) for name in NEVER]
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(cells[column] for column in columns) + " |" for name, cells in rows]
@@ -246,6 +251,7 @@ def _answer(kernel: Capabilities, feature: Feature) -> str:
         dtype=feature.dtype or kernel.dtypes[0],
         device=torch.device(feature.device or kernel.devices[0]),
         scale=feature.dim**-0.5,
+        softcap=feature.softcap,
     )
     return SUPPORTED if kernel.unsupported(feature.segments, shape) is None else REFUSED
 

@@ -47,7 +47,8 @@ class Case:
         heads, kv_heads, dim: of the model.
         world: ranks, in groups or not.
         groups: who works on which documents.
-        causal, window, scale: see `attention`.
+        causal, window, scale, softcap: see `attention`.
+        sinks: of every head; none: there are none.
         node_size, tensor: see `bind`.
     """
 
@@ -62,6 +63,8 @@ class Case:
     scale: float | None = None
     node_size: int | None = None
     tensor: int = 1
+    softcap: float | None = None
+    sinks: tuple[float, ...] = ()
 
     @classmethod
     def one_group(
@@ -104,11 +107,18 @@ class Case:
         )
         return Inputs(*found)
 
-    def truth(self, inputs: Inputs) -> Truth:
-        """What one process computes in float64."""
+    def truth(self, inputs: Inputs, sinks: torch.Tensor | None = None) -> Truth:
+        """What one process computes in float64; a leaf with sinks gets its gradient."""
         q, k, v, dout = (x.cpu() for x in inputs)
-        mask = {"causal": self.causal, "window": self.window, "scale": self.scale}
-        return attention_truth(q, k, v, dout, self.lengths, **mask)
+        sinks = self.sink_leaf(q) if sinks is None else sinks
+        mask = {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
+        return attention_truth(q, k, v, dout, self.lengths, **mask, sinks=sinks)
+
+    def sink_leaf(self, like: torch.Tensor) -> torch.Tensor | None:
+        """The sinks as a parameter beside a tensor; None: there are none."""
+        if not self.sinks:
+            return None
+        return torch.tensor(self.sinks, dtype=like.dtype, device=like.device, requires_grad=True)
 
 
 def of_teams(group: Group, tensor: int) -> Group:
@@ -139,10 +149,11 @@ def attend_in_teams(
 
 
 class RankResult(NamedTuple):
-    """One rank's results and where its tokens are in the pack, int64[tokens]."""
+    """One rank's results and where its tokens are in the pack, int64[tokens]; its part of the sinks' gradient."""
 
     rows: torch.Tensor
     found: Truth
+    dsinks: torch.Tensor | None = None
 
 
 def attend(
@@ -157,10 +168,13 @@ def attend(
     first = torch.tensor(np.cumsum(case.lengths) - case.lengths, device=inputs.q.device)
     rows = first[context.documents] + context.positions
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])
-    mask = {"causal": case.causal, "window": case.window, "scale": case.scale}
-    out, lse = attend_in_teams(q, k, v, context, case.tensor, **mask, kernels=kernels)
-    gradients = torch.autograd.grad(out, (q, k, v), inputs.dout[rows])
-    return RankResult(rows.cpu(), Truth(*(x.detach().cpu() for x in (out, lse, *gradients))))
+    sinks = case.sink_leaf(q)
+    options = {"window": case.window, "scale": case.scale, "softcap": case.softcap, "sinks": sinks}
+    out, lse = attend_in_teams(q, k, v, context, case.tensor, causal=case.causal, **options, kernels=kernels)
+    leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+    gradients = [x.detach().cpu() for x in torch.autograd.grad(out, leaves, inputs.dout[rows])]
+    found = Truth(out.detach().cpu(), lse.detach().cpu(), *gradients[:3])
+    return RankResult(rows.cpu(), found, *gradients[3:])
 
 
 def assemble(parts: Iterable[RankResult]) -> Truth:

@@ -141,7 +141,7 @@ def evaluate_pieces(transport: Transport, case: PiecesCase, inputs: Sequence[Inp
         for context in case.bind(transport, kv_cache, inputs[0].q.device):
             for n, given in enumerate(inputs):
                 unit = _forward(case, None, context, given, n, False)
-                zeros = (x.new_zeros(x.shape) for x in unit.given)
+                zeros = (x.new_zeros(x.shape) for x in unit.given[:3])
                 found[n].append(RankResult(unit.rows, Truth(unit.out, unit.lse, *zeros)))
     kv_cache.check_empty()
     return [_joined(own) for own in found]
@@ -150,9 +150,12 @@ def evaluate_pieces(transport: Transport, case: PiecesCase, inputs: Sequence[Inp
 def _forward(
     case: PiecesCase, kernels: Kernel | None, context: Context, inputs: Inputs, layer: int, keeps: bool
 ) -> _Unit:
-    rows = case.rows(context)
+    rows, whole = case.rows(context), case.whole
     q, k, v = given = tuple(x[rows].requires_grad_() for x in inputs[:3])
-    mask = {"window": case.whole.window, "scale": case.whole.scale, "kernels": kernels, "layer": layer}
+    sinks = whole.sink_leaf(q)
+    given += () if sinks is None else (sinks,)
+    mask = {"window": whole.window, "scale": whole.scale, "softcap": whole.softcap, "sinks": sinks}
+    mask |= {"kernels": kernels, "layer": layer}
 
     def body(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         return attend_in_teams(q * 1, k * 1, v * 1, context, case.whole.tensor, **mask)
@@ -163,13 +166,14 @@ def _forward(
 
 
 def _backward(unit: _Unit, inputs: Inputs) -> RankResult:
-    gradients = torch.autograd.grad(unit.out, unit.given, inputs.dout[unit.rows])
-    return RankResult(unit.rows.cpu(), Truth(*(x.detach().cpu() for x in (unit.out, unit.lse, *gradients))))
+    gradients = [x.detach().cpu() for x in torch.autograd.grad(unit.out, unit.given, inputs.dout[unit.rows])]
+    found = Truth(unit.out.detach().cpu(), unit.lse.detach().cpu(), *gradients[:3])
+    return RankResult(unit.rows.cpu(), found, *gradients[3:])
 
 
 def _joined(parts: Sequence[RankResult]) -> RankResult:
     """The rounds of a rank as one part."""
     fields = zip(*(part.found for part in parts), strict=True)
-    return RankResult(
-        torch.cat([part.rows for part in parts]), Truth(*starmap(torch.cat, zip(fields, AXES, strict=True)))
-    )
+    found = Truth(*starmap(torch.cat, zip(fields, AXES, strict=True)))
+    dsinks = [part.dsinks for part in parts if part.dsinks is not None]
+    return RankResult(torch.cat([part.rows for part in parts]), found, sum(dsinks) if dsinks else None)

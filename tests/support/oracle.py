@@ -34,6 +34,8 @@ def attention_truth(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Truth:
     """Return output, log-sum-exp and gradients for documents of these lengths, packed one after the other.
 
@@ -44,20 +46,28 @@ def attention_truth(
         causal: a token sees itself and what is before it.
         window: how many tokens it sees at most.
         scale: logits are multiplied by it; None: dim ** -0.5.
+        softcap: logits are c * tanh(logits / c).
+        sinks: [heads], logits of a key without a value; a leaf of these gets its gradient in `grad`.
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    sink = None if sinks is None else sinks.double()
     shared = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5 if scale is None else scale
     outs, sums = [], []
     for queries, keys, values in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
         keys, values = (x.repeat_interleave(shared, dim=1) for x in (keys, values))
         logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         logits = logits.masked_fill(~visible(len(queries), causal, window), -torch.inf)
-        outs.append(torch.einsum("hqk,khd->qhd", torch.softmax(logits, dim=-1), values))
+        if sink is not None:  # a last key for every query, whose weight goes nowhere
+            logits = torch.cat([logits, sink[:, None, None].expand(-1, len(queries), 1)], dim=-1)
+        weights = torch.softmax(logits, dim=-1)[..., : len(queries)]
+        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
         sums.append(torch.logsumexp(logits, dim=-1))
     out, lse = torch.cat(outs), torch.cat(sums, dim=1)
-    gradients = torch.autograd.grad(out, (q, k, v), dout.double())
-    return Truth(out.detach(), lse.detach(), *gradients)
+    out.backward(dout.double())
+    return Truth(out.detach(), lse.detach(), *(x.grad for x in (q, k, v)))
 
 
 def visible(length: int, causal: bool, window: int | None) -> torch.Tensor:

@@ -92,13 +92,15 @@ def visible_pairs(case: Case) -> torch.Tensor:
     return mask
 
 
-def segment_truth(case: Case, tensors: Tensors, scale: float = SCALE) -> Truth:
+def segment_truth(case: Case, tensors: Tensors, scale: float = SCALE, softcap: float | None = None) -> Truth:
     """Return output, log-sum-exp and gradients in float64, on the CPU."""
     q, k, v = (x.detach().cpu().double().requires_grad_() for x in tensors[:3])
     mask = visible_pairs(case)
     shared = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     lse = logits.detach().masked_fill(~mask, -torch.inf).logsumexp(dim=-1)
     # A finite stand-in for -inf keeps rows that see nothing out of autograd's way.
     weights = torch.softmax(logits.masked_fill(~mask, -1e300), dim=-1) * mask
@@ -116,7 +118,7 @@ def kernel_errors(kernel: Kernel, case: Case, shape: AttentionShape, seed: int =
     prepared = kernel.prepare(case.segments, shape)
     out, lse = prepared.forward(tensors.q, tensors.k, tensors.v)
     gradients = prepared.backward(tensors.dout, Saved(tensors.q, tensors.k, tensors.v, out, lse))
-    truth = segment_truth(case, tensors, shape.scale)
+    truth = segment_truth(case, tensors, shape.scale, shape.softcap)
     found = Truth(*(x.cpu() for x in (out, lse, *gradients)))
     mask = visible_pairs(case)
     blind, unseen = ~mask.any(dim=1), ~mask.any(dim=0)

@@ -29,7 +29,7 @@ from seqloom.attention.context_parallel.overlap import (
 )
 from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAttention, Saved
 from seqloom.attention.merge import sum_dtype
-from seqloom.attention.plan import AttentionOptions, plan_attention
+from seqloom.attention.plan import AttentionOptions, check_sinks, plan_attention
 from seqloom.dist.rank_tokens import Context, TokenRedistribute, bind_single_rank
 from seqloom.dist.rows import put, take
 from seqloom.errors import SeqloomError
@@ -49,6 +49,7 @@ def attention(
     kernels: Kernel | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     layer: int | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens over their whole documents, wherever these lie.
@@ -57,29 +58,37 @@ def attention(
 
     Args:
         q: [tokens, heads, dim], rows as in `context.spans`.
-        k, v: [tokens, kv_heads, dim]; query head h reads kv head h // (heads // kv_heads).
+        k, v: [tokens, kv_heads, dim]; query head h reads kv head h // (heads // kv_heads). Values may have another dim.
         context: of the round, from `bind`; in a layer that `compile_layers` has compiled, its opaque handle.
         causal: a token sees itself and the tokens before it; otherwise its whole document.
         window: tokens it sees at most, itself included.
         scale: softmax scale, by which logits are multiplied; None: dim ** -0.5.
         kernels: computes attention; None: the best of this device.
         dropout: only 0: the result must not depend on the plan.
-        softcap: only None.
+        softcap: c of c * tanh(logits / c), which stands in the place of logits; None: no cap.
+        sinks: [heads], learnt logits of a key that every token sees and that has no value; None: none.
         layer: number of the layer in the model, another one for every attention of it; needed where a document is in
             pieces, whose keys are cached by layer.
 
     Returns:
-        [tokens, heads, dim].
+        [tokens, heads, dim of v].
     """
+    if sinks is not None:
+        check_sinks(sinks, q)
+    if q.shape[-1] == k.shape[-1] != v.shape[-1]:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v, width = *_of_one_width(q, k, v), v.shape[-1]
+        options = {"causal": causal, "window": window, "scale": scale, "kernels": kernels, "dropout": dropout}
+        return attention(q, k, v, context, **options, softcap=softcap, sinks=sinks, layer=layer)[..., :width]
     if isinstance(context, torch.Tensor):
         if kernels is not None:
             raise SeqloomError(
                 f"kernels={kernels!r} in a compiled layer: a graph cannot hold them; leave them out, or do not compile"
             )
         # `models.compile` has registered the operator: it also makes the handles.
-        return torch.ops.seqloom.attention(q, k, v, context, causal, window, scale, dropout, softcap)[0]
+        return torch.ops.seqloom.attention(q, k, v, context, causal, window, scale, dropout, softcap, sinks)[0]
     options = AttentionOptions(causal, window, scale, kernels, dropout, softcap)
-    return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), False)
+    return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), False, sinks)
 
 
 def attention_with_lse(
@@ -92,14 +101,18 @@ def attention_with_lse(
     window: int | None = None,
     scale: float | None = None,
     kernels: Kernel | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     layer: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `attention`, and the log-sum-exp of the logits, [heads, tokens], without gradient.
+    """Return `attention`, and the log-sum-exp of the logits, sinks included, [heads, tokens], without gradient.
 
-    Costs one exchange more where there is Ulysses.
+    Costs one exchange more where there is Ulysses. Values are as wide as keys.
     """
-    options = AttentionOptions(causal, window, scale, kernels)
-    return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), True)
+    if sinks is not None:
+        check_sinks(sinks, q)
+    options = AttentionOptions(causal, window, scale, kernels, softcap=softcap)
+    return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), True, sinks)
 
 
 def packed_attention(
@@ -143,16 +156,29 @@ def packed_attention(
     return attention(q, k, v, context, causal=causal, window=window, scale=scale, kernels=kernels)
 
 
+def _of_one_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Fill up the narrower of keys and values with zeros, which change no logit and no other column of the output."""
+    width = max(q.shape[-1], v.shape[-1])
+    return tuple(torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+
+
 class _Attention(torch.autograd.Function):
     """The autograd node of an attention call."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, groups: Groups, with_lse: bool
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        context: Context,
+        groups: Groups,
+        with_lse: bool,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        out, lse, saved = attention_forward(q, k, v, context, groups, with_lse)
+        out, lse, saved = attention_forward(q, k, v, context, groups, with_lse, sinks)
         ctx.groups, ctx.redistribute, ctx.kv_heads = groups, context.attention_redistribute, k.shape[1]
-        ctx.save_for_backward(*chain.from_iterable(saved))
+        ctx.save_for_backward(*chain.from_iterable(saved), sinks)
         if lse is None:
             return out
         ctx.mark_non_differentiable(lse)
@@ -171,14 +197,22 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        tensors, width = ctx.saved_tensors, len(Saved._fields)
+        *tensors, sinks = ctx.saved_tensors
+        width = len(Saved._fields)
         saved = [Saved(*tensors[start : start + width]) for start in range(0, len(tensors), width)]
-        gradients = attention_backward(grad_outputs[0], saved, ctx.groups, ctx.redistribute, ctx.kv_heads)
-        return *gradients, None, None, None
+        arguments = (grad_outputs[0], saved, ctx.groups, ctx.redistribute, ctx.kv_heads, sinks)
+        *gradients, dsinks = attention_backward(*arguments)
+        return *gradients, None, None, None, dsinks
 
 
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, groups: Groups, with_lse: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: Context,
+    groups: Groups,
+    with_lse: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     """Run the forward of a planned call, outside of autograd.
 
@@ -190,7 +224,7 @@ def attention_forward(
         return saved_attention.replay(q, k, v, groups, redistribute)
     if redistribute is not None:
         q, k, v = redistribute.to_target(q, k, v)
-    out, lse, saved = _forward_groups(q, k, v, groups, with_lse)
+    out, lse, saved = _forward_groups(q, k, v, groups, with_lse, sinks)
     if redistribute is not None:
         (out,) = redistribute.to_source(out)
         lse = None if lse is None else redistribute.to_source(lse.T)[0].T
@@ -200,21 +234,30 @@ def attention_forward(
 
 
 def attention_backward(
-    dout: torch.Tensor, saved: list[Saved], groups: Groups, redistribute: TokenRedistribute | None, kv_heads: int
-) -> Gradients:
-    """Return dq, dk, dv of all tokens from dout [tokens, heads, dim]; the inverse of `attention_forward`."""
+    dout: torch.Tensor,
+    saved: list[Saved],
+    groups: Groups,
+    redistribute: TokenRedistribute | None,
+    kv_heads: int,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return dq, dk, dv of all tokens from dout [tokens, heads, dim], the inverse of `attention_forward`; and dsinks.
+
+    The latter is what this rank's part of the softmax adds to the gradient; the sum over all ranks is the gradient.
+    """
     dout = last_contiguous(dout)
     if redistribute is not None:
         (dout,) = redistribute.to_target(dout)
+    dsinks = None if sinks is None else torch.zeros(sinks.shape, dtype=sum_dtype(dout.dtype), device=dout.device)
     if groups:
-        gradients = _backward_groups(dout, saved, groups)
+        gradients = _backward_groups(dout, saved, groups, sinks, dsinks)
     else:  # no group of this rank holds a token, nor does the rank
         shape = (len(dout), kv_heads, dout.shape[2])
         gradients = torch.zeros_like(dout), dout.new_zeros(shape), dout.new_zeros(shape)
-    if redistribute is None:
-        return gradients
-    dq, dk, dv = redistribute.to_source(*gradients)
-    return dq, dk, dv
+    if redistribute is not None:
+        gradients = redistribute.to_source(*gradients)
+    dq, dk, dv = gradients
+    return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 
 
 def last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,22 +269,24 @@ def last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_groups(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, with_lse: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, with_lse: bool, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     if len(groups) == 1 and groups[0].kernel_only:  # without messages every microsecond of the host counts
         out, lse = cast("PreparedAttention", groups[0].inner).forward(q, k, v)
+        if sinks is not None:
+            out, lse = _add_sinks(out, lse, sinks)
         saved = Saved(q, k, v, _as(out, q.dtype), lse)
         return saved.out, lse if with_lse else None, [saved]
     inputs = [(q, k, v)] if len(groups) == 1 else [tuple(take(x, group.rows) for x in (q, k, v)) for group in groups]
     queue = OverlapQueue(lambda task: _runs(groups[task.group]).forward_runs[task.run].forward(*inputs[task.group]))
     if len(groups) == 1:
-        out, saved = _forward_group(groups, 0, inputs[0], queue)
+        out, saved = _forward_group(groups, 0, inputs[0], queue, sinks)
         return out, _local_lse(groups[0], saved) if with_lse else None, [saved]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], len(q)), dtype=sum_dtype(q.dtype), device=q.device) if with_lse else None
     found = []
     for number, group in enumerate(groups):
-        part, saved = _forward_group(groups, number, inputs[number], queue)
+        part, saved = _forward_group(groups, number, inputs[number], queue, sinks)
         put(out, group.rows, part)
         if group.ulysses is None and isinstance(group.rows, slice):
             saved = saved._replace(out=out.detach()[group.rows])  # the same numbers, held once
@@ -251,7 +296,9 @@ def _forward_groups(
     return out, lse, found
 
 
-def _forward_group(groups: Groups, number: int, inputs: Tensors, queue: OverlapQueue) -> tuple[torch.Tensor, Saved]:
+def _forward_group(
+    groups: Groups, number: int, inputs: Tensors, queue: OverlapQueue, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, Saved]:
     """Return the output [rows, heads, dim] of a group's rows, and what its backward needs."""
     group, inner = groups[number], groups[number].inner
     q, k, v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
@@ -263,6 +310,8 @@ def _forward_group(groups: Groups, number: int, inputs: Tensors, queue: OverlapQ
         out, lse = inner.forward(q, k, v, lambda exchange: queue.run(tasks.get(exchange, ())))
     else:
         out, lse = inner.forward(q, k, v)
+    if sinks is not None:
+        out, lse = _add_sinks(out, lse, sinks[own_heads(group)])
     saved = _saved_for_backward(group, Saved(q, k, v, _as(out, q.dtype), lse))
     return saved.out if group.ulysses is None else group.ulysses.to_tokens(saved.out), saved
 
@@ -273,8 +322,16 @@ def _saved_for_backward(group: GroupAttention, saved: Saved) -> Saved:
     return saved
 
 
-def _backward_groups(dout: torch.Tensor, saved: list[Saved], groups: Groups) -> Gradients:
+def _backward_groups(
+    dout: torch.Tensor,
+    saved: list[Saved],
+    groups: Groups,
+    sinks: torch.Tensor | None,
+    dsinks: torch.Tensor | None,
+) -> Gradients:
+    """Return dq, dk, dv; adds to `dsinks`."""
     if len(groups) == 1 and groups[0].kernel_only:
+        _add_sink_gradients(dsinks, sinks, groups[0], dout, saved[0])
         dq, dk, dv = cast("PreparedAttention", groups[0].inner).backward(dout, saved[0])
         return _as(dq, dout.dtype), _as(dk, dout.dtype), _as(dv, dout.dtype)
     douts = [dout] if len(groups) == 1 else [take(dout, group.rows) for group in groups]
@@ -282,10 +339,10 @@ def _backward_groups(dout: torch.Tensor, saved: list[Saved], groups: Groups) -> 
         lambda task: _runs(groups[task.group]).backward_runs[task.run].backward(douts[task.group], saved[task.group])
     )
     if len(groups) == 1:
-        return _backward_group(groups, 0, dout, saved[0], queue)
+        return _backward_group(groups, 0, dout, saved[0], queue, sinks, dsinks)
     totals: list[torch.Tensor] = []
     for number, group in enumerate(groups):
-        parts = _backward_group(groups, number, douts[number], saved[number], queue)
+        parts = _backward_group(groups, number, douts[number], saved[number], queue, sinks, dsinks)
         if not totals:
             totals = [part.new_empty((len(dout), *part.shape[1:])) for part in parts]
         for total, part in zip(totals, parts, strict=True):
@@ -293,11 +350,20 @@ def _backward_groups(dout: torch.Tensor, saved: list[Saved], groups: Groups) -> 
     return totals[0], totals[1], totals[2]
 
 
-def _backward_group(groups: Groups, number: int, dout: torch.Tensor, saved: Saved, queue: OverlapQueue) -> Gradients:
-    """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q."""
+def _backward_group(
+    groups: Groups,
+    number: int,
+    dout: torch.Tensor,
+    saved: Saved,
+    queue: OverlapQueue,
+    sinks: torch.Tensor | None,
+    dsinks: torch.Tensor | None,
+) -> Gradients:
+    """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q; adds to `dsinks`."""
     group, inner, dtype = groups[number], groups[number].inner, saved.q.dtype
     if group.ulysses is not None:
         (dout,) = group.ulysses.to_heads(dout)
+    _add_sink_gradients(dsinks, sinks, group, dout, saved)
     if isinstance(inner, LocalRuns):
         dq, dk, dv = (_cat(parts) for parts in zip(*queue.results(number, len(inner.backward_runs)), strict=True))
     elif isinstance(inner, ContextParallelAttention):
@@ -329,6 +395,41 @@ def _local_lse(group: GroupAttention, saved: Saved) -> torch.Tensor:
     if group.ulysses is None:
         return saved.lse
     return group.ulysses.to_tokens(saved.lse.T.unsqueeze(-1)).squeeze(-1).T
+
+
+# -- sinks: a key of its own for every head, that all tokens see and that has no value. It only adds to the sum of a
+# softmax, so kernels need not know it: results are scaled when all keys have been seen, and a backward that is given
+# the scaled output and the larger log-sum-exp computes the right gradients.
+
+
+def own_heads(group: GroupAttention) -> slice:
+    """Return the heads that this rank computes in a group."""
+    if group.ulysses is None:
+        return slice(None)
+    return slice(*group.ulysses.split.query[group.ulysses.bound.ulysses_index])
+
+
+def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out [rows, heads, dim] and lse [heads, rows] of a softmax that has the sinks [heads] too."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    share = torch.exp(lse - total).T[..., None]
+    return (out * share).to(out.dtype), total
+
+
+def _add_sink_gradients(
+    dsinks: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    group: GroupAttention,
+    dout: torch.Tensor,
+    saved: Saved,
+) -> None:
+    """Add what a group's rows, in the layout of its kernels, give to the gradients of sinks."""
+    if sinks is None or dsinks is None:
+        return
+    heads, wide = own_heads(group), dsinks.dtype
+    delta = (saved.out.to(wide) * dout.to(wide)).sum(-1)
+    share = torch.exp(sinks[heads].to(wide)[:, None] - saved.lse)
+    dsinks[heads] -= (share * delta.T).sum(1)
 
 
 # -- selective activation checkpointing -------------------------------------------------------------------------------

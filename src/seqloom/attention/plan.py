@@ -55,13 +55,14 @@ class AttentionOptions(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """Heads, window and scale of a layer's attention: what the index work of a round depends on; see `attention`."""
+    """Heads, window, scale and cap of a layer's attention: what a round's index work depends on; see `attention`."""
 
     heads: int
     kv_heads: int
     dim: int
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
 
 
 def prepare_attention(
@@ -74,13 +75,16 @@ def prepare_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernels: Kernel | None = None,
 ) -> None:
     """Do the index work of a round for attention calls like this one now, instead of in the first of them.
 
-    The context keeps the result. Sizes and dtype are those of the tensors that will come; for the rest see `attention`.
+    The context keeps the result. Sizes and dtype are those of the tensors that will come, `dim` the wider of keys and
+    values; for the rest see `attention`.
     """
-    _group_attentions(context, heads, kv_heads, dim, dtype, AttentionOptions(causal, window, scale, kernels))
+    options = AttentionOptions(causal, window, scale, kernels, softcap=softcap)
+    _group_attentions(context, heads, kv_heads, dim, dtype, options)
 
 
 def attention_builds(
@@ -113,7 +117,7 @@ def attention_builds(
     for ulysses, ring in sorted(set(degrees)):
         split = HeadSplit.of(spec.heads, spec.kv_heads, ulysses)
         for heads, kv_heads in sorted({split.counts(rank) for rank in range(ulysses)}, reverse=True):
-            shape = AttentionShape(heads, kv_heads, spec.dim, dtype, device, scale)
+            shape = AttentionShape(heads, kv_heads, spec.dim, dtype, device, scale, spec.softcap)
             # Ulysses delivers q, k and v in one buffer; a ring sends k and v in one.
             q, k, v = [(heads + 2 * kv_heads) * spec.dim] * 3 if ulysses > 1 else shape.contiguous_strides
             strides = (q, 2 * kv_heads * spec.dim, 2 * kv_heads * spec.dim) if ring > 1 else (q, k, v)
@@ -156,7 +160,7 @@ def _group_attentions(
     def build() -> tuple[GroupAttention, ...]:
         _check_call(context, heads, kv_heads, options)
         kernel = _default_kernel(context.device) if options.kernels is None else options.kernels
-        model = AttentionShape(heads, kv_heads, dim, dtype, context.device, scale)
+        model = AttentionShape(heads, kv_heads, dim, dtype, context.device, scale, options.softcap)
         builder = _Builder(context, model, kernel, options.causal, options.window)
         return schedule_overlap(builder.groups(), LocalHeads(model), kernel, builder.mask, context.node_size)
 
@@ -333,12 +337,23 @@ def _check_options(options: AttentionOptions) -> None:
             f"window {window} with causal={options.causal}: a window is a whole number of tokens from 1 up, counted "
             "back from a causal query; leave it out, or set causal=True"
         )
-    if scale is not None and not math.isfinite(scale):
-        raise SeqloomError(f"scale {scale}: logits are multiplied by it; give a finite number or None")
+    if scale is not None and not 0 < scale < math.inf:
+        raise SeqloomError(f"scale {scale}: logits are multiplied by it; give a positive number or None")
     if options.dropout:
         raise SeqloomError(
             f"dropout {options.dropout} in attention: which weights are dropped would depend on the plan; use 0, "
             "or dropout outside attention"
         )
-    if options.softcap is not None:
-        raise SeqloomError(f"softcap {options.softcap}: no kernel here caps logits; use None, or QK norm in the model")
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
+        raise SeqloomError(
+            f"softcap {options.softcap}: logits stay below it; give a positive number, or None for no cap"
+        )
+
+
+def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    """Refuse sinks that are not a number for every head."""
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        raise SeqloomError(
+            f"sinks {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}: attention takes a logit for each of the "
+            f"{q.shape[1]} heads of q, on {q.device}"
+        )

@@ -151,8 +151,9 @@ class ModelAdapter:
         The context keeps the result; layers compute in `dtype`.
         """
         degree, inner = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
-        for heads, kv_heads, dim, window, scale in self.attention_specs:
-            prepare_attention(inner, heads // degree, kv_heads // degree, dim, dtype, window=window, scale=scale)
+        for heads, kv_heads, dim, window, scale, softcap in self.attention_specs:
+            options = {"window": window, "scale": scale, "softcap": softcap}
+            prepare_attention(inner, heads // degree, kv_heads // degree, dim, dtype, **options)
 
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a range of layers; with the last layer also the final norm.

@@ -30,7 +30,7 @@ from torch.library import custom_op
 
 from seqloom.attention.api import Groups, attention_backward, attention_forward, last_contiguous
 from seqloom.attention.context_parallel.kv_cache import PrefixAttention
-from seqloom.attention.kernels.interface import Gradients, Saved
+from seqloom.attention.kernels.interface import Saved
 from seqloom.attention.plan import AttentionOptions, plan_attention
 from seqloom.compat import inductor_options, mark_dynamic
 from seqloom.dist import Context
@@ -173,19 +173,28 @@ def register_operator() -> None:
     """Register `torch.ops.seqloom.attention`, which `attention` calls where it is given a handle, and its backward."""
     schema = (
         "(Tensor q, Tensor k, Tensor v, Tensor context, bool causal, int? window, float? scale, float dropout, "
-        "float? softcap) -> (Tensor out, Tensor saved)"
+        "float? softcap, Tensor? sinks=None) -> (Tensor out, Tensor saved)"
     )
     forward = custom_op("seqloom::attention", _forward, mutates_args=(), schema=schema)
     forward.register_fake(lambda q, *_: (q.new_empty(q.shape), torch.empty(1, dtype=torch.int64)))
-    schema = "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved) -> (Tensor, Tensor, Tensor)"
+    schema = (
+        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved, Tensor? sinks) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    )
     backward = custom_op("seqloom::attention_backward", _backward, mutates_args=(), schema=schema)
-    backward.register_fake(lambda dout, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+
+    def fake(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+        sinks = rest[2]
+        return tuple(x.new_empty(x.shape) for x in (q, k, v, q[:0] if sinks is None else sinks))
+
+    backward.register_fake(fake)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:3], *output)
+        ctx.save_for_backward(*inputs[:3], *output, inputs[9])
 
     def gradients(ctx: Any, dout: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
-        return *backward(dout, *ctx.saved_tensors), *[None] * 6
+        *found, dsinks = backward(dout, *ctx.saved_tensors)
+        return *found, *[None] * 6, None if ctx.saved_tensors[5] is None else dsinks
 
     forward.register_autograd(gradients, setup_context=save)
 
@@ -200,6 +209,7 @@ def _forward(
     scale: float | None,
     dropout: float,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `attention`; `context` and `saved` are opaque handles.
 
@@ -211,20 +221,27 @@ def _forward(
     q, k, v = (x[:rows] for x in (q, k, v))
     options = AttentionOptions(causal, window, scale, None, dropout, softcap)
     groups = plan_attention(q, k, v, bound, options, layer)
-    out, _, saved = attention_forward(q, k, v, bound, groups)
+    out, _, saved = attention_forward(q, k, v, bound, groups, sinks=sinks)
     return _own_memory(out, given), opaque_handle(_SavedCall.of(rows, groups, saved, bound.attention_redistribute))
 
 
 def _backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, saved: torch.Tensor
-) -> Gradients:
-    """Return dq, dk, dv; `saved` is the forward's."""
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    saved: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return dq, dk, dv and dsinks, an empty tensor without sinks; `saved` is the forward's."""
     call: _SavedCall = handle_object(saved)
     given = len(q)
     dout, q, k, v, out = (last_contiguous(x[: call.rows]) for x in (dout, q, k, v, out))
     tensors = call.saved(q, k, v, out)
-    dq, dk, dv = attention_backward(dout, tensors, call.groups, call.redistribute, k.shape[1])
-    return _own_memory(dq, given), _own_memory(dk, given), _own_memory(dv, given)
+    dq, dk, dv, dsinks = attention_backward(dout, tensors, call.groups, call.redistribute, k.shape[1], sinks)
+    owned = (_own_memory(each, given) for each in (dq, dk, dv))
+    return *owned, q.new_empty((0, *q.shape[1:])) if dsinks is None else dsinks
 
 
 def _own_memory(tensor: torch.Tensor, rows: int) -> torch.Tensor:

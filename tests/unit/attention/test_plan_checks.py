@@ -38,9 +38,18 @@ def with_options(**options):
     return lambda context: attention(*tensors(), context, **options)
 
 
-def test_options_that_no_kernel_has():
+def test_dropout():
     assert_refused(with_options(dropout=0.1), "dropout 0.1", "depend on the plan", "use 0")
-    assert_refused(with_options(softcap=30.0), "softcap 30.0", "use None")
+
+
+@pytest.mark.parametrize("softcap", [0.0, -30.0, float("nan"), float("inf")])
+def test_caps(softcap):
+    assert_refused(with_options(softcap=softcap), f"softcap {softcap}", "give a positive number, or None")
+
+
+@pytest.mark.parametrize("sinks", [torch.zeros(2), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1)], ids=str)
+def test_sinks(sinks):
+    assert_refused(with_options(sinks=sinks), f"sinks {tuple(sinks.shape)} of {sinks.dtype}", "each of the 4 heads")
 
 
 @pytest.mark.parametrize("window, causal", [(0, True), (-3, True), (2.5, True), (4, False)])
@@ -48,9 +57,9 @@ def test_windows(window, causal):
     assert_refused(with_options(window=window, causal=causal), f"window {window}", f"causal={causal}", "leave it out")
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0, -1.0])
 def test_scales(scale):
-    assert_refused(with_options(scale=scale), f"scale {scale}", "finite")
+    assert_refused(with_options(scale=scale), f"scale {scale}", "positive")
 
 
 def test_dtypes():

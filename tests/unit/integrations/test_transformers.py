@@ -179,7 +179,6 @@ def test_a_window_that_a_layer_keeps_to_itself_is_refused(ids, context):
     ("keyword", "words"),
     [
         ("s_aux", "sinks"),
-        ("softcap", "softcap"),
         ("dropout", "dropout"),
         ("indices", "sparse"),
         ("is_causal", "causal"),
@@ -190,7 +189,7 @@ def test_what_a_layer_asks_for_and_the_engine_has_not_is_refused(keyword, words,
 
     layer = model.model.layers[0].self_attn
     q, k = torch.zeros(1, 4, 8, 4), torch.zeros(1, 2, 8, 4)
-    value = {"dropout": 0.1, "softcap": 5.0, "is_causal": False}.get(keyword, torch.zeros(4))
+    value = {"dropout": 0.1, "is_causal": False}.get(keyword, torch.zeros(4))
     with pytest.raises(SeqloomError, match=words):
         attention_function(layer, q, k, k, None, seqloom_context=context, **{keyword: value})
     with pytest.raises(SeqloomError, match="values of width 6"):

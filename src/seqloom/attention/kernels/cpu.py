@@ -136,7 +136,7 @@ def _rows_first(x: torch.Tensor) -> torch.Tensor:
 class Reference:
     """Attention as textbooks write it, on any device: a dense softmax per segment, exact for every mask and dtype."""
 
-    capabilities = Capabilities(name="reference", devices=("cpu", "cuda"), dtypes=DTYPES, max_dim=2**16)
+    capabilities = Capabilities(name="reference", devices=("cpu", "cuda"), dtypes=DTYPES, max_dim=2**16, softcap=True)
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedReference:
         """Keep the segments; forward and backward build the masks."""
@@ -155,7 +155,7 @@ class PreparedReference:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=sum_dtype(q.dtype), device=q.device)
         for rows, keys, visible in self._dense_masks(q.device):
-            logits = self._by_kv_head(q[rows]) @ self._by_kv_head(k[keys]).mT * self.shape.scale
+            logits, _ = self._logits(self._by_kv_head(q[rows]), self._by_kv_head(k[keys]))
             logits = logits.masked_fill(~visible, -torch.inf)
             segment_lse = torch.logsumexp(logits, dim=-1)
             weights = _softmax(logits, segment_lse, visible)
@@ -170,14 +170,23 @@ class PreparedReference:
             q, out, segment_dout = (self._by_kv_head(x[rows]) for x in (saved.q, saved.out, dout))
             k, v = self._by_kv_head(saved.k[keys]), self._by_kv_head(saved.v[keys])
             segment_lse = saved.lse[:, rows].unflatten(0, (self.shape.kv_heads, -1))
-            weights = _softmax(q @ k.mT * self.shape.scale, segment_lse, visible)
+            logits, slope = self._logits(q, k)
+            weights = _softmax(logits, segment_lse, visible)
             delta = (segment_dout * out).sum(dim=-1, keepdim=True)
-            dlogits = weights * (segment_dout @ v.mT - delta) * self.shape.scale
+            dlogits = weights * (segment_dout @ v.mT - delta) * slope * self.shape.scale
             dq[rows] = (dlogits @ k).flatten(0, 1).transpose(0, 1).to(dq.dtype)
             # The query heads that read one kv head add up.
             dk[keys] = (dlogits.mT @ q).sum(dim=1).transpose(0, 1).to(dk.dtype)
             dv[keys] = (weights.mT @ segment_dout).sum(dim=1).transpose(0, 1).to(dv.dtype)
         return dq, dk, dv
+
+    def _logits(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Return the logits, capped if so wished, and what a cap multiplies their gradient with."""
+        logits, cap = q @ k.mT * self.shape.scale, self.shape.softcap
+        if cap is None:
+            return logits, 1.0
+        squashed = torch.tanh(logits / cap)
+        return cap * squashed, 1 - squashed**2
 
     def _dense_masks(self, device: torch.device) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Yield (query rows, key rows, visible bool[queries, keys]) of every segment."""

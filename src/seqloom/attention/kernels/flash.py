@@ -51,15 +51,16 @@ class Varlen:
 class FlashAttention4:
     """FlashAttention-4 (package flash-attn-4) on Hopper and later: half precision, head dims up to 256.
 
-    It takes what `Varlen` takes. A kernel is compiled for every kind of mask and ratio of heads, not for lengths.
+    It takes what `Varlen` takes, and caps logits. A kernel is compiled for every kind of mask and ratio of heads, not
+    for lengths.
     """
 
-    capabilities = replace(Varlen.capabilities, name="fa4")
+    capabilities = replace(Varlen.capabilities, name="fa4", softcap=True)
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:
         """Copy the cumulative lengths to the device."""
         calls = varlen_calls(segments, shape)
-        spelt = tuple(replace(call, arguments=_fa4_arguments(call.arguments)) for call in calls)
+        spelt = tuple(replace(call, arguments=_fa4_arguments(call.arguments, shape.softcap)) for call in calls)
         return PreparedVarlen(spelt, shape, FlashOperator.of_fa4())
 
     def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
@@ -120,9 +121,9 @@ FA4_LEAST = 256
 """Longest sequence that FlashAttention-4 is told of, at least: it compiles anew where one block of rows holds all."""
 
 
-def _fa4_arguments(arguments: compat.VarlenArguments) -> dict[str, Any]:
+def _fa4_arguments(arguments: compat.VarlenArguments, softcap: float | None) -> dict[str, Any]:
     """Spell arguments for FlashAttention-4: no bound is None there, and -1 beside a bound hides every key."""
-    found = arguments._asdict()
+    found = arguments._asdict() | {"softcap": softcap or 0.0}  # 0: none
     for side in ("window_size_left", "window_size_right"):
         found[side] = None if arguments.causal or found[side] < 0 else found[side]
     for side in ("max_seqlen_q", "max_seqlen_k"):

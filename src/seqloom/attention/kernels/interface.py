@@ -25,6 +25,7 @@ class AttentionShape:
         heads, kv_heads: of this rank, after the Ulysses exchange; query head h reads kv head h // (heads // kv_heads).
         dim: width of a head.
         scale: softmax scale, by which logits are multiplied.
+        softcap: c of c * tanh(logits / c), which stands in the place of logits; None: logits as they are.
     """
 
     heads: int
@@ -33,6 +34,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     scale: float
+    softcap: float | None = None
 
     @property
     def contiguous_strides(self) -> RowStrides:
@@ -58,6 +60,7 @@ class Capabilities:
         windows: takes sliding windows. A window that hides nothing is none.
         offsets: takes any offset; otherwise only squares (offset 0, as many queries as keys) and unmasked segments.
         prefixes: where `offsets` is false, also takes segments that end on the diagonal (offset = keys - queries > 0).
+        softcap: caps logits.
         overwrites: also writes rows behind its segments, so it must run before the kernels that own these rows.
     """
 
@@ -69,6 +72,7 @@ class Capabilities:
     windows: bool = True
     offsets: bool = True
     prefixes: bool = False
+    softcap: bool = False
     overwrites: bool = False
 
     def unsupported(self, segments: Segments, shape: AttentionShape) -> str | None:
@@ -86,6 +90,8 @@ class Capabilities:
             return f"{self.name}: head dim {shape.dim}; it takes {multiple}at most {self.max_dim}"
         if shape.heads < 1 or shape.kv_heads < 1 or shape.heads % shape.kv_heads:
             return f"{self.name}: {shape.kv_heads} kv heads for {shape.heads} heads; kv heads must divide the heads"
+        if shape.softcap is not None and not self.softcap:
+            return f"{self.name}: softcap {shape.softcap}; it caps no logits"
         return None
 
     def unsupported_segments(self, segments: Segments) -> str | None:

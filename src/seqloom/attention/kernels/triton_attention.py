@@ -262,6 +262,7 @@ class TritonSegments:
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         max_dim=256,
         dim_multiple=16,
+        softcap=True,
     )
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedTriton:
@@ -346,7 +347,7 @@ class Launch:
     tiles: torch.Tensor
     grid: tuple[int]
     side: int
-    options: dict[str, int | bool | str]
+    options: dict[str, Any]
 
 
 def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind, flags: dict[str, bool]) -> Launch:
@@ -354,7 +355,7 @@ def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind
     config: Config = tiles.config
     streams = 2 * group if kind == "dkdv" else 2  # heads of rows that a kv head's programs read per column
     side = parallel_kv_heads(tiles, shape.kv_heads, streams * shape.dim * shape.dtype.itemsize)
-    options: dict[str, int | bool | str] = {
+    options: dict[str, Any] = {
         "GROUP": group,
         "DIM": shape.dim,
         "WIDTH": padded_width(shape.dim),
@@ -363,6 +364,7 @@ def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind
         "JOIN": config.join,
         # float32 as three products of its halves on tensor cores: exact to 2^-22, and a tenth of the code of "ieee"
         "PRECISION": "tf32x3" if shape.dtype == torch.float32 else "tf32",
+        "CAP": shape.softcap,
         "num_warps": config.warps,
         "num_stages": config.stages,
         **{name: value or config.join for name, value in flags.items()},

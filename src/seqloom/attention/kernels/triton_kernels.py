@@ -156,6 +156,13 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def cap_logits(logits, scale, CAP: tl.constexpr):
+    """Return c tanh(logits / c) for c = CAP, both in base 2, and its slope; `scale` has log2(e) in it."""
+    squashed = 1.0 - 2.0 / (tl.exp2(logits * scale * (2.0 / CAP)) + 1.0)  # tanh, also where the exponential overflows
+    return squashed * (CAP * LOG2_E), 1.0 - squashed * squashed
+
+
+@triton.jit
 def _attend(
     acc,
     top,
@@ -174,6 +181,7 @@ def _attend(
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take the keys of a tile that need a mask, or those that do not, into the running output, maximum and sum."""
@@ -181,13 +189,16 @@ def _attend(
         start = first_column(step, tile, COLUMNS, MASKED, LOW)
         keys = load_rows(k, k_stride, start, tile[3], COLUMNS, DIM, WIDTH, MASKED)
         logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if CAP is not None:
+            logits, _ = cap_logits(logits, scale, CAP)
+        factor = scale if CAP is None else 1.0
         if MASKED:
             logits = hide(logits, start + tl.arange(0, COLUMNS), low, high, LOW, True)
-        new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+        new_top = tl.maximum(top, tl.max(logits, 1) * factor)
         base = new_top
         if MASKED:
             base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
-        weights = tl.exp2(logits * scale - base[:, None])
+        weights = tl.exp2(logits * factor - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
@@ -225,6 +236,7 @@ def forward_kernel(
     JOIN: tl.constexpr,
     LOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Write `out` [rows, heads, DIM] and `lse` [heads, rows] for the queries of one tile and head.
 
@@ -244,7 +256,7 @@ def forward_kernel(
         # fmt: off
         acc, top, total = _attend(
             acc, top, total, queries, k, v, k_stride, v_stride, tile, low, high, scale,
-            DIM, WIDTH, COLUMNS, LOW, PRECISION, masked == 1,
+            DIM, WIDTH, COLUMNS, LOW, PRECISION, CAP, masked == 1,
         )
         # fmt: on
     total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing: output 0, log-sum-exp -inf
@@ -280,6 +292,7 @@ def _add_dq(
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add to dq, without the scale, what the keys of a tile give that need a mask, or those that do not."""
@@ -288,10 +301,16 @@ def _add_dq(
         keys = load_rows(k, k_stride, start, tile[3], COLUMNS, DIM, WIDTH, MASKED)
         values = load_rows(v, v_stride, start, tile[3], COLUMNS, DIM, WIDTH, MASKED)
         logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        slope = 1.0
+        if CAP is not None:
+            logits, slope = cap_logits(logits, scale, CAP)
+        factor = scale if CAP is None else 1.0
         if MASKED:
             logits = hide(logits, start + tl.arange(0, COLUMNS), low, high, LOW, True)
-        weights = tl.exp2(logits * scale - lse[:, None])
+        weights = tl.exp2(logits * factor - lse[:, None])
         slopes = weights * (tl.dot(dout, tl.trans(values), input_precision=PRECISION) - delta[:, None])
+        if CAP is not None:
+            slopes = slopes * slope
         dq = tl.dot(slopes.to(keys.dtype), keys, dq, input_precision=PRECISION)
     return dq
 
@@ -329,6 +348,7 @@ def dq_kernel(
     JOIN: tl.constexpr,
     LOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Write `dq` [rows, heads, DIM] and `delta` [heads, rows] for the queries of one tile and head."""
     index, kv_head, head = program_place(tile_count, side, GROUP)
@@ -349,7 +369,7 @@ def dq_kernel(
         # fmt: off
         acc = _add_dq(
             acc, queries, douts, lses, deltas, k, v, k_stride, v_stride, tile, low, high, scale * LOG2_E,
-            DIM, WIDTH, COLUMNS, LOW, PRECISION, masked == 1,
+            DIM, WIDTH, COLUMNS, LOW, PRECISION, CAP, masked == 1,
         )
         # fmt: on
     store_rows(dq + head * dq_stride[1], dq_stride, row, stop, acc * scale, ROWS, DIM, WIDTH)
@@ -379,6 +399,7 @@ def _add_dkdv(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add to dk, without the scale, and dv what the queries of a tile give that need a mask, or those that do not.
@@ -396,11 +417,17 @@ def _add_dkdv(
         lses = _load_lse(lse + member * lse_head, columns, tile[3])
         deltas = tl.load(delta + member * lse_head + columns, mask=columns < tile[3], other=0.0)
         logits = tl.dot(k, tl.trans(queries), input_precision=PRECISION)
+        slope = 1.0
+        if CAP is not None:
+            logits, slope = cap_logits(logits, scale, CAP)
+        factor = scale if CAP is None else 1.0
         if MASKED:
             logits = hide(logits, columns, low, high, LOW, HIGH)
-        weights = tl.exp2(logits * scale - lses[None, :])
+        weights = tl.exp2(logits * factor - lses[None, :])
         dv = tl.dot(weights.to(douts.dtype), douts, dv, input_precision=PRECISION)
         slopes = weights * (tl.dot(v, tl.trans(douts), input_precision=PRECISION) - deltas[None, :])
+        if CAP is not None:
+            slopes = slopes * slope
         dk = tl.dot(slopes.to(queries.dtype), queries, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -439,6 +466,7 @@ def dkdv_kernel(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Write `dk` and `dv` [rows, kv heads, DIM] for the keys of one tile and kv head.
 
@@ -461,7 +489,7 @@ def dkdv_kernel(
         # fmt: off
         acc_k, acc_v = _add_dkdv(
             acc_k, acc_v, keys, values, q, dout, lse, delta, q_stride, dout_stride, lse_head, tile, low, high,
-            scale * LOG2_E, GROUP, DIM, WIDTH, COLUMNS, LOW, HIGH, PRECISION, masked == 1,
+            scale * LOG2_E, GROUP, DIM, WIDTH, COLUMNS, LOW, HIGH, PRECISION, CAP, masked == 1,
         )
         # fmt: on
     store_rows(dk + kv_head * dk_stride[1], dk_stride, row, stop, acc_k * scale, ROWS, DIM, WIDTH)

@@ -43,7 +43,7 @@ NOT_COMPUTED = {
     "indices": "a choice of keys (sparse attention)",
     "block_indices": "a choice of key blocks (sparse attention)",
 }
-"""Keywords with which some models ask for what the engine does not compute."""
+"""Keywords with which some models ask for what is not handed on to the engine."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -212,7 +212,8 @@ def attention_function(
         key, value: [1, kv_heads, tokens, dim], one per kv head.
         attention_mask: None, which is what `mask_function` gives.
         scaling: logits are multiplied by it.
-        dropout, softcap: refused by the engine unless 0 and None.
+        dropout: refused by the engine unless 0.
+        softcap: of the logits.
         is_causal: only True, when a model says it.
         seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle.
         keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this

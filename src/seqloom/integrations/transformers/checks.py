@@ -170,7 +170,7 @@ def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
 
 @_refuse(
     "logit soft-cap",
-    "no kernel here caps the logits of attention",
+    "attention caps logits, but models that ask for it have not been checked",
     "use a model without it, for example one with QK norm",
 )
 def _softcap(model: nn.Module, causal: Any) -> Iterator[str]:
@@ -178,13 +178,17 @@ def _softcap(model: nn.Module, causal: Any) -> Iterator[str]:
     yield from _set_keys(causal, *(key for key in keys if "softcap" in key and ATTENTION.search(key)))
 
 
-@_refuse("attention sinks", "no kernel here has them", "use a model without them")
+@_refuse(
+    "attention sinks", "attention has them, but models that use them have not been checked", "use a model without them"
+)
 def _sinks(model: nn.Module, causal: Any) -> Iterator[str]:
     yield from (name for name, _ in causal.named_parameters() if "sink" in name.rpartition(".")[2])
 
 
 @_refuse(
-    "values of another width than keys", "keys and values travel as one buffer (MLA)", "use a model with equal widths"
+    "values of another width than keys",
+    "attention takes them, but models that have them (MLA) have not been checked",
+    "use a model with equal widths",
 )
 def _value_width(model: nn.Module, causal: Any) -> Iterator[str]:
     for name, module in causal.named_modules():

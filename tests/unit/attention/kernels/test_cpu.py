@@ -1,5 +1,7 @@
 """The kernels of a CPU against the truth: every mask, every dtype, rows in no segment."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +31,14 @@ def shape_of(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, dim:
 def test_any_segments(name, case, heads, seed):
     errors = kernel_errors(KERNELS[name](), case, shape_of(*heads), seed)
     assert max(errors.values()) < 1e-12, errors
+
+
+@given(case=segment_cases(), heads=HEADS, softcap=st.sampled_from([0.3, 2.0, 50.0]))
+@settings(max_examples=25)
+def test_capped_logits(case, heads, softcap):
+    shape = replace(shape_of(*heads), softcap=softcap)
+    assert max(kernel_errors(Reference(), case, shape).values()) < 1e-12
+    assert CpuFlash.capabilities.unsupported(case.segments, shape) == f"cpu_flash: softcap {softcap}; it caps no logits"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

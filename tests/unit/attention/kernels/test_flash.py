@@ -1,6 +1,7 @@
 """Packed flash attention without a GPU: the real index work over a plain implementation of the same contract."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 KERNELS = pytest.mark.parametrize("kernel", [Varlen(), FlashAttention4()], ids=["torch", "fa4"])
 
 
-def packed(q, k, cu_q, cu_k, causal, left, right, scale):
+def packed(q, k, cu_q, cu_k, causal, left, right, scale, softcap=None):
     """Prepare a plain kernel for flash attention's packed arguments: masks end at the last query and key."""
     for cumulative, rows in ((cu_q, len(q)), (cu_k, len(k))):
         assert cumulative.dtype == torch.int32 and cumulative[0] == 0 and cumulative[-1] == rows
@@ -32,7 +33,7 @@ def packed(q, k, cu_q, cu_k, causal, left, right, scale):
     assert (left, right) in ((-1, -1), (-1, 0)) or (left >= 0 and right == 0 and not causal)
     masked = causal or right == 0
     window = left + 1 if left >= 0 else None
-    shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype, CPU, scale)
+    shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype, CPU, scale, softcap)
     return Reference().prepare(Segments.of(rows, causal=masked, window=window), shape)
 
 
@@ -63,7 +64,7 @@ class PlainFlashAttention4:
         assert (left is None and right is None) or (not causal and left >= 0 and right == 0)
         bounds = [-1 if bound is None else bound for bound in (left, right)]
         lengths = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
-        return packed(q, k, *lengths, causal, *bounds, arguments["softmax_scale"])
+        return packed(q, k, *lengths, causal, *bounds, arguments["softmax_scale"], arguments["softcap"] or None)
 
     def _flash_attn_fwd(self, q, k, v, *, return_lse, **arguments):
         assert return_lse
@@ -144,6 +145,16 @@ def test_segments_with_gaps_are_gathered():
 )
 def test_how_flash_spells_a_mask(causal, window, spelt):
     assert compat.flash_mask(causal, window) == spelt
+
+
+@given(case=segment_cases(offsets=False), softcap=st.sampled_from([0.3, 2.0, 50.0]))
+@settings(max_examples=10)
+def test_fa4_caps_logits(case, softcap):
+    shape = AttentionShape(4, 2, 8, torch.float64, CPU, SCALE, softcap)
+    assert max(kernel_errors(FlashAttention4(), case, shape).values()) < 1e-12
+    assert "it caps no logits" in Varlen.capabilities.unsupported_shape(
+        replace(shape, device=torch.device("cuda"), dtype=torch.float16)
+    )
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,13 @@ def visible(segments, rows, columns):
     return mask
 
 
-def dense(mask, q, k, v, scale):
+def dense(mask, q, k, v, scale, softcap=None):
     """Attention under a dense mask: (out, lse)."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     lse = logits.masked_fill(~mask, -math.inf).logsumexp(-1)
     weights = torch.exp(logits - lse.masked_fill(lse.isinf(), 0)[..., None]).masked_fill(~mask, 0)
     return torch.einsum("hqk,khd->qhd", weights, v), lse
@@ -70,14 +72,16 @@ def far(found, wanted):
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
-def errors(segments, rows, columns, heads=2, kv_heads=1, dim=16, dtype=torch.float32, kernel=None, views=False):
+def errors(
+    segments, rows, columns, heads=2, kv_heads=1, dim=16, dtype=torch.float32, kernel=None, views=False, softcap=None
+):
     """Relative errors of out, lse, dq, dk, dv against float64, and of plain torch in the same dtype."""
     draw = torch.Generator().manual_seed(rows)
     sizes = [(rows, heads), (columns, kv_heads), (columns, kv_heads), (rows, heads)]
     q, k, v, dout = (torch.randn(*size, dim, generator=draw).to(dtype) for size in sizes)
     if views:  # views of wider buffers, as an exchange leaves them
         q, k, v, dout = (torch.cat([part] * 3, dim=1)[:, part.shape[1] : -part.shape[1]] for part in (q, k, v, dout))
-    shape = AttentionShape(heads, kv_heads, dim, dtype, torch.device("cpu"), 0.3)
+    shape = AttentionShape(heads, kv_heads, dim, dtype, torch.device("cpu"), 0.3, softcap)
     prepared = (kernel or TritonSegments(pick=pick)).prepare(segments, shape)
     out, lse = prepared.forward(q, k, v)
     found = [out, lse, *prepared.backward(dout, Saved(q, k, v, out, lse))]
@@ -85,7 +89,7 @@ def errors(segments, rows, columns, heads=2, kv_heads=1, dim=16, dtype=torch.flo
 
     def plain(kind):
         leaves = [part.to(kind).detach().requires_grad_() for part in (q, k, v)]
-        out, lse = dense(mask, *leaves, 0.3)
+        out, lse = dense(mask, *leaves, 0.3, softcap)
         return [out, lse, *torch.autograd.grad(out, leaves, dout.to(kind))]
 
     exact, rough = plain(torch.float64), plain(dtype)
@@ -112,6 +116,12 @@ def test_packed_documents(mask, heads):
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 9}], ids=str)
 def test_offsets_and_rows_in_no_segment(mask):
     assert max(mine for mine, _ in errors(Segments.of(OFFSETS, **mask), 75, 90, views=True)) < 1e-6
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize("mask", [{}, {"window": 9}], ids=str)
+def test_capped_logits(mask, softcap):
+    assert max(mine for mine, _ in errors(Segments.of(OFFSETS, **mask), 75, 90, softcap=softcap)) < 5e-6
 
 
 @pytest.mark.parametrize("dim", [16, 48])
