@@ -55,6 +55,19 @@ def test_any_segments(cuda, name, dtype, case, heads, dim):
     assert max(errors.values()) < TOLERANCE[dtype], errors
 
 
+@pytest.mark.parametrize("softcap", [1.0, 30.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_capped_logits(cuda, name, softcap):
+    kernel = KERNELS[name]
+    shape = AttentionShape(4, 2, 64, kernel.capabilities.dtypes[0], cuda, 0.3, softcap)
+    segments = Segments.packed([130, 1, 500, 17])
+    why = unavailable_kernels(cuda).get(name) or kernel.capabilities.unsupported(segments, shape)
+    if why is not None:
+        pytest.skip(why)
+    errors = kernel_errors(kernel, Case(segments, 648, 648), shape)
+    assert max(errors.values()) < TOLERANCE[shape.dtype], errors
+
+
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 100}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_packs_with_gaps(cuda, name, mask):
