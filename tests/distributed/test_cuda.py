@@ -10,7 +10,10 @@ from seqloom.dist import Communicators, TorchTransport, run_ranks
 from seqloom.plan import GroupFamily
 from support.programs import DTYPES, every_verb, expected_of, random_program, run_program
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def check(results, program):
