@@ -237,9 +237,9 @@ class Dispatcher:
         return PreparedSplit.of(shares[0], shares[1], shape)
 
     def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
-        """Return the builds of all kernels that support the shape; see `SupportsBuilds`."""
-        able = [kernel for kernel in self._able(shape) if isinstance(kernel, SupportsBuilds)]
-        return [build for kernel in able for build in kernel.builds(shape, use)]
+        """Return the builds of all kernels that `choose` may take for the shape; see `SupportsBuilds`."""
+        chosen = [kernel for kernel in self._reachable(shape) if isinstance(kernel, SupportsBuilds)]
+        return [build for kernel in chosen for build in kernel.builds(shape, use)]
 
     def explain(self, segments: Segments, shape: AttentionShape) -> list[dict[str, Any]]:
         """Return which kernel gets what and why: one row per pass and kernel, for people and for JSON."""
@@ -276,6 +276,20 @@ class Dispatcher:
 
     def _able(self, shape: AttentionShape) -> list[Kernel]:
         return [kernel for kernel in self.kernels if kernel.capabilities.unsupported_shape(shape) is None]
+
+    def _reachable(self, shape: AttentionShape) -> list[Kernel]:
+        """Return the measured kernels, and in order of preference those up to the first that takes every segment."""
+        able, measurement = self._able(shape), self.table.find(shape)
+        names = set() if measurement is None else {one.kernel for one in measurement.times}
+        measured = [kernel for kernel in able if kernel.capabilities.name in names]
+        if any(map(self._takes_all, measured)):
+            return measured
+        last = next((n for n, kernel in enumerate(able) if self._takes_all(kernel)), len(able))
+        return [kernel for n, kernel in enumerate(able) if n <= last or kernel in measured]
+
+    def _takes_all(self, kernel: Kernel) -> bool:
+        known = kernel.capabilities
+        return known.windows and known.offsets and known.name not in self.min_lengths
 
     def _by_preference(self, able: Sequence[Kernel], segments: Segments, why: str) -> Iterator[KernelChoice]:
         """Give every segment to the first kernel that supports it and is preferred at its length."""

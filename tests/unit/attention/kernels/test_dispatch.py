@@ -20,7 +20,7 @@ from seqloom.attention.kernels.dispatch import (
     TimePoint,
     device_name,
 )
-from seqloom.attention.kernels.interface import AttentionShape, Capabilities, device_rows
+from seqloom.attention.kernels.interface import AttentionShape, Capabilities, KernelBuild, KernelUse, device_rows
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
@@ -280,3 +280,31 @@ def test_the_same_choice_every_time():
     measured = table(times("any", 5, (1, 10), (400, 999)), times("squares", 7, (1, 90), (400, 600)))
     choices = [chosen(Dispatcher((Plain(ANY), Plain(SQUARES)), measured), draws) for _ in range(2)]
     assert choices[0] == choices[1] and len(choices[0]) == 2
+
+
+@dataclass
+class Building(Plain):
+    """The same, with a build that says whose it is."""
+
+    def builds(self, shape, use):
+        return [KernelBuild(lambda: self.capabilities.name, cached=True)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "built"),
+    [
+        ([], ["squares", "any"]),  # by preference: nothing is left for those after the one that takes all
+        (["any"], ["any"]),
+        (["late"], ["late"]),
+        (["squares"], ["squares", "any"]),
+        (["prefixes"], ["squares", "any", "prefixes"]),
+    ],
+)
+def test_only_what_may_be_chosen_is_built(measured, built):
+    late = replace(ANY, name="late")
+    kernels = tuple(Building(capabilities) for capabilities in (SQUARES, ANY, PREFIXES, late))
+    point = (TimePoint(1, 1, 1),)
+    times = tuple(KernelTimes(name, 0, 0, point, point) for name in measured)
+    table = KernelTable((Measurement(device_name(CPU), torch.__version__, 4, 2, 8, "float64", times),) if times else ())
+    builds = Dispatcher(kernels, table).builds(SHAPE, KernelUse(100))
+    assert [build.run() for build in builds] == built
