@@ -15,9 +15,10 @@ import pytest
 from seqloom.errors import LeftEarly
 from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.config import Config
+from seqloom.train.launch import run_on_processes
 from seqloom.train.logging import read_steps
 from support.processes import children_of, ranks_of
-from support.runs import train_until_asked, write_run
+from support.runs import leave_when_asked_twice, train_until_asked, write_run
 from support.workers import Workers
 
 pytestmark = [
@@ -210,6 +211,18 @@ def test_launchers_and_signals(place, command, number):
     code, said, _ = interrupted(place, "signals", command, lambda launcher, _: launcher, number)
     assert said.count("seqloom: left after step") == 1, said
     assert code == (75 if command is OURS else 1)
+
+
+def test_the_launcher_repeats_what_ranks_have_lost(tmp_path):
+    def ask() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert run_on_processes(leave_when_asked_twice, 2, str(tmp_path), on_cpu=True, watched=True) == 2
+    asking.join()
 
 
 @pytest.mark.slow

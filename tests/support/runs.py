@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ from seqloom.simulate import predicted_ns
 from seqloom.train import checkpoint
 from seqloom.train.checkpoint import Checkpoints, complete_checkpoints
 from seqloom.train.config import Config
+from seqloom.train.launch import RankProcess
 from seqloom.train.logging import StepRecord, read_steps
 from seqloom.train.setup import RunSetup
-from seqloom.train.signals import receive_signals
+from seqloom.train.signals import LEAVE, receive_signals
 from seqloom.train.trainer import Trainer
 from seqloom.train.watchdog import Watchdog
 from support.tiny_specs import TINY
@@ -132,6 +135,17 @@ def train_until_asked(transport: Transport, config: Config, phase: str) -> tuple
     watchdog = AskedInPhase(phase if transport.rank == transport.ranks - 1 else "never")
     with TrainerHere(by_the_planner, RunSetup.load(config, transport.ranks), transport, watchdog=watchdog) as trainer:
         return trainer.train(), watchdog.calls
+
+
+def leave_when_asked_twice(process: RankProcess, folder: str) -> int:
+    """Be a rank that does not hear the first request to leave; return how many have come."""
+    heard: list[int] = []
+    signal.signal(LEAVE, lambda *_: heard.append(1))
+    (Path(folder) / str(process.job_rank.rank)).touch()
+    while len(heard) < 2:
+        time.sleep(0.01)
+    signal.signal(LEAVE, signal.SIG_IGN)
+    return len(heard)
 
 
 def be_stuck(folder: Path, phase: str, timeout_s: float, in_steps: bool, numbers: Iterable[int]) -> None:

@@ -60,6 +60,8 @@ from seqloom.version import __version__
 
 GRACE_S = 2.0
 """Seconds that ranks have to report by themselves after one of them has ended."""
+REPEAT_S = 1.0
+"""Seconds after which ranks that have not left are asked to leave again."""
 WATCHED_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watchdogs abort a process whose NCCL peer is gone, or that hangs for 8 minutes, without a word about step
 and plan. Ranks that are started here have a `Watchdog` and a launcher for it; under another launcher torch's defaults
@@ -344,18 +346,20 @@ def run_on_processes(
 def _wait_for_ranks(processes: Sequence[BaseProcess], signals: SignalPipe | None, way_out: str) -> list[int | None]:
     """Wait until all have ended, and pass signals on; return exit codes, None of those that this function has ended.
 
-    After a failure the others have `GRACE_S` to end by themselves, as long again after `END`, and are then killed; a
-    second urgent signal is an `END` at once.
+    `LEAVE` is repeated, since a rank that compiles may lose it (`SignalPipe.install_handlers`). After a failure the
+    others have `GRACE_S` to end by themselves, as long again after `END`, and are then killed; a second urgent signal
+    is an `END` at once.
     """
     urgent, asked, ending, deadline = 0, False, False, inf
     codes: list[int | None] = []
     while running := [process for process in processes if process.is_alive()]:
         files = [process.sentinel for process in running] + ([] if signals is None else [signals.fileno()])
-        wait(files, timeout=None if deadline == inf else max(0.0, deadline - time.monotonic()))
+        limit = min(deadline, time.monotonic() + REPEAT_S) if asked else deadline
+        wait(files, timeout=None if limit == inf else max(0.0, limit - time.monotonic()))
         numbers = signals.read(0) if signals is not None else b""
         urgent += sum(number in URGENT for number in numbers)
-        if numbers and not asked:
-            asked = True
+        asked = asked or bool(numbers)
+        if asked:
             _send(running, LEAVE)
         if not ending:
             codes = [process.exitcode for process in processes]

@@ -2,7 +2,8 @@
 
     SIGTERM, SIGINT    finish the step, write a checkpoint, leave; the second one ends the process at once
     SIGUSR1            the same, but never counts as a second one: Slurm sends it some time before SIGTERM, and the
-                       launcher sends it to its ranks, which may have had the signal from the terminal as well
+                       launcher sends it to its ranks, which may have had the signal from the terminal as well, and
+                       repeats it until they have left
     SIGUSR2            from the launcher to its ranks: end at once, since a rank has died or a second signal has come
 
 `launch` reads them, in the launcher and in every rank; the trainer decides with all ranks after which step to leave.
@@ -30,9 +31,18 @@ class SignalPipe:
         """Take over these signals of the process; called on the main thread, unless there are none."""
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._handlers = {each: signal.signal(each, lambda *_: None) for each in signals}
+        self._handlers = {each: signal.getsignal(each) for each in signals}
         if self._handlers:
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self.install_handlers()
+
+    def install_handlers(self) -> None:
+        """Install the handlers again, since a library may have replaced them behind Python's back; on the main thread.
+
+        LLVM does so when Triton compiles its first kernel. It hands most signals on, but SIGUSR1 it drops.
+        """
+        for number in self._handlers:
+            signal.signal(number, lambda *_: None)
 
     def fileno(self) -> int:
         """Return the file to wait for."""

@@ -54,6 +54,7 @@ class Watchdog:
         self._deadline = time.monotonic() + max(timeout_s, START_S)
         self._has_steps = self._has_finished = False
         self._urgent, self._asked_at = 0, inf
+        self._signals: SignalPipe | None = None
         self.asked_to_leave = False
 
     def enter_phase(self, phase: str, *, limited: bool = True, details: Callable[[], str] = str) -> None:
@@ -61,6 +62,8 @@ class Watchdog:
 
         `details` returns how far the phase has come; it is called from another thread.
         """
+        if self._signals is not None:
+            self._signals.install_handlers()
         self._phase, self._details = phase, details
         self._deadline = time.monotonic() + self._timeout_s if limited else inf
 
@@ -75,15 +78,17 @@ class Watchdog:
     def __enter__(self) -> Self:
         handles_signals = threading.current_thread() is threading.main_thread()
         self._signals = SignalPipe({*LEAVE_SIGNALS, END} if handles_signals else ())
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(self._signals,), daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Stop the thread. After an error signals stay without effect, since the process still has to report it."""
-        self._signals.wake()
+        signals, self._signals = self._signals, None
+        assert signals is not None  # `__enter__` has opened it
+        signals.wake()
         self._thread.join()
-        self._signals.close(restore=error is None and not self._has_finished)
+        signals.close(restore=error is None and not self._has_finished)
         if error is None:
             return
         if isinstance(error, dist.DistError) or (
@@ -97,7 +102,7 @@ class Watchdog:
         if self._phase and not isinstance(error, SeqloomError):
             error.add_note(f"at {self._phase}")
 
-    def _watch(self) -> None:
+    def _watch(self, signals: SignalPipe) -> None:
         while True:
             now = time.monotonic()
             if now >= self._deadline:
@@ -105,7 +110,7 @@ class Watchdog:
             if now >= self._asked_at + _LATE_S and self._deadline < inf and not self._has_finished:
                 self._report(self._late_message())
                 self._asked_at = inf
-            for number in self._signals.read(min(self._deadline - now, _POLL_S)):
+            for number in signals.read(min(self._deadline - now, _POLL_S)):
                 if number == 0:
                     return
                 self._take(number)

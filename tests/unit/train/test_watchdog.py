@@ -1,5 +1,6 @@
 """The watchdog of a rank: what it says of a lost rank, and what signals do."""
 
+import ctypes
 import os
 import signal
 import time
@@ -79,6 +80,22 @@ def test_nothing_of_it_stays_after_a_good_end(tmp_path):
         watchdog.enter_phase(STEP)
         assert not {signal.getsignal(each) for each in LEAVE_SIGNALS} & {*before}
     assert [signal.getsignal(each) for each in LEAVE_SIGNALS] == before and signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_handler_that_a_library_has_replaced_is_back_at_the_next_phase(tmp_path):
+    """As LLVM does when Triton compiles: Python does not know of it, and SIGUSR1 is lost."""
+    with Watchdog(4, 30, tmp_path, print) as watchdog:
+        watchdog.begin_steps()
+        ctypes.CDLL(None).signal(signal.SIGUSR1, 1)  # 1: to be ignored
+        os.kill(os.getpid(), signal.SIGUSR1)
+        watchdog.enter_phase(STEP)
+        time.sleep(0.05)
+        assert not watchdog.asked_to_leave
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until = time.monotonic() + 10
+        while not watchdog.asked_to_leave:
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def test_a_signal_during_steps_is_a_request_and_the_warning_of_slurm_does_not_count_as_the_first(tmp_path):
