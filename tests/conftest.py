@@ -2,17 +2,17 @@
 
 import gc
 import io
-import multiprocessing
 import os
 import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from multiprocessing import forkserver
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from seqloom.train.fork_server import start_fork_server
 
 _SLOW_MACHINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -31,10 +31,9 @@ settings.load_profile("test")  # the option --hypothesis-profile comes later and
 @pytest.fixture(scope="session")
 def fork_server():
     """Start the process that forks workers and ranks, so that torch and transformers are loaded once."""
-    multiprocessing.set_forkserver_preload(
-        ["seqloom.dist.torch_transport", "seqloom.train.launch", "seqloom.integrations.transformers.loading"]
+    start_fork_server(
+        "seqloom.dist.torch_transport", "seqloom.train.launch", "seqloom.integrations.transformers.loading"
     )
-    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,10 @@ from typing import cast
 
 from seqloom.train.signals import blocked_signals
 
+CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it `torch.cuda.is_available` asks the driver's library. Without, it begins to use CUDA, after which no fork can:
+transformers calls it when it is imported and finds FlashAttention-4."""
+
 
 def start_fork_server(*modules: str) -> DefaultContext:
     """Return how processes are started: as forks of a server, where there are forks, which loads these modules.
@@ -27,7 +31,7 @@ def start_fork_server(*modules: str) -> DefaultContext:
         return cast("DefaultContext", multiprocessing.get_context("spawn"))
     context = cast("DefaultContext", multiprocessing.get_context("forkserver"))
     context.set_forkserver_preload(list(modules))
-    with allocator_environment(), blocked_signals():
+    with allocator_environment(), _environment({CUDA_CHECK: "1"}), blocked_signals():
         forkserver.ensure_running()
     return context
 
@@ -59,11 +63,18 @@ def allocator_advice(device: str) -> str | None:
 @contextmanager
 def allocator_environment() -> Iterator[None]:
     """Give the setting to processes that are started inside, unless the user has one. This process does not use it."""
-    name = ALLOCATOR_VARIABLES[0]
-    before = {name: os.environ[name]} if name in os.environ else {}
-    os.environ.update({} if user_allocator_setting() else {name: ALLOCATOR_SETTING})
+    with _environment({} if user_allocator_setting() else {ALLOCATOR_VARIABLES[0]: ALLOCATOR_SETTING}):
+        yield
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables for processes that are started inside, unless the user has set them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: value for name, value in variables.items() if not before[name]})
     try:
         yield
     finally:
-        os.environ.pop(name, None)
-        os.environ.update(before)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})

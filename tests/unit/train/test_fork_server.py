@@ -1,8 +1,9 @@
-"""What ranks inherit: the setting of torch's allocator."""
+"""What ranks inherit: the setting of torch's allocator, and a process that has not touched a GPU."""
 
 import os
 import subprocess
 import sys
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 
 import pytest
@@ -12,8 +13,10 @@ from seqloom.train import launch
 from seqloom.train.fork_server import (
     ALLOCATOR_SETTING,
     ALLOCATOR_VARIABLES,
+    CUDA_CHECK,
     allocator_advice,
     allocator_environment,
+    start_fork_server,
 )
 
 SHOW = f"import os; print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES!r}])"
@@ -57,6 +60,18 @@ def test_advice_is_for_gpus(unset):
     assert f"{ALLOCATOR_VARIABLES[0]}={ALLOCATOR_SETTING}" in str(allocator_advice("cuda"))
     assert allocator_advice("cpu") is None
     assert ALLOCATOR_SETTING in examine("8x8xH100")["choices"]["GPU allocator"]["choice"]
+
+
+@pytest.mark.parametrize("users", [None, "0"])
+def test_the_server_asks_for_gpus_without_using_them(monkeypatch, users):
+    """What the server inherits when it is started."""
+    found = {}
+    monkeypatch.delenv(CUDA_CHECK, raising=False)
+    if users is not None:
+        monkeypatch.setenv(CUDA_CHECK, users)
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: found.update(os.environ))
+    start_fork_server()
+    assert found[CUDA_CHECK] == (users or "1") and os.environ.get(CUDA_CHECK) == users
 
 
 def test_ranks_are_started_with_it(unset, monkeypatch):

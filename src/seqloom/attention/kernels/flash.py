@@ -9,6 +9,7 @@ keys, not of the keys of one call.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -52,10 +53,11 @@ class FlashAttention4:
     """FlashAttention-4 (package flash-attn-4) on Hopper and later: half precision, head dims up to 256.
 
     It takes what `Varlen` takes, and caps logits. A kernel is compiled for every kind of mask and ratio of heads, not
-    for lengths.
+    for lengths. Of other head dims than multiples of 32 it takes some, and dq is wrong on Hopper for 72 and its like:
+    its backward pads them to a multiple of 16, and sums in buffers that are padded to one of 32.
     """
 
-    capabilities = replace(Varlen.capabilities, name="fa4", softcap=True)
+    capabilities = replace(Varlen.capabilities, name="fa4", dim_multiple=32, softcap=True)
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:
         """Copy the cumulative lengths to the device."""
@@ -103,7 +105,10 @@ class FlashOperator(NamedTuple):
         Its two private functions are all that takes a log-sum-exp of more keys than those of the call.
         """
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        interface = import_module("flash_attn.cute.interface")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one of its parts about another
+            interface = import_module("flash_attn.cute.interface")
+        warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument")
 
         def forward(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
