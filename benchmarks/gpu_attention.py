@@ -47,7 +47,7 @@ class Arena:
         begin = time.perf_counter()
         builds = self.kernels.builds(self.shape, KernelUse(TOKENS))
         for done, build in enumerate(builds, 1):
-            build.run()
+            build()
             if done % 50 == 0:
                 progress(f"{done}/{len(builds)} shapes")
         torch.cuda.synchronize()
@@ -128,8 +128,9 @@ def main(argv: list[str] | None = None) -> None:
     arena = Arena(*map(int, arguments.heads.split("/")))
     shapes, seconds = arena.warm_up()
     figures[f"{label}, warm-up"] = {"shapes": shapes, "seconds": seconds}
-    for length in (1_000, 20_000):  # the contestants' own first calls, on lengths that are not timed
-        arena.run(uniform_pack(length, rng))
+    unlike = [uniform_pack(1_000, rng), uniform_pack(20_000, rng), *drawn_packs("short", 1, arguments.seed + 1)]
+    for lengths in unlike:  # the contestants' own first calls, on lengths that are not timed
+        arena.run(lengths)
     checks = [Check(f"{label}, warm-up of {shapes} shapes, s", seconds, 8)]
     checks += drawn(arena, label, arguments, figures) + uniform(arena, label, rng, figures)
     fa4 = ("fa4",) if arena.has_fa4 else ()

@@ -15,7 +15,7 @@ from common import Check, options, show, show_checks
 from gpu_packs import TOKENS, drawn_packs
 
 CUTS = (64, 128, 256, 512, 1_024, 2_048)
-PAIRS = (("triton", "cudnn"), ("varlen", "cudnn"), ("triton", "varlen"))
+PAIRS = (("triton", "fa4"), ("varlen", "fa4"), ("triton", "varlen"))
 SOURCES = ("wikipedia", "prolong", "github", "short")
 
 

@@ -118,7 +118,7 @@ def commit() -> str:
 def libraries() -> dict[str, str | None]:
     """Versions of what plans are made with; None where a library is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("numpy", "numba", "highspy", *(("torch", "triton", "nvidia-cudnn-frontend") if has_gpu() else ())):
+    for name in ("numpy", "numba", "highspy", *(("torch", "triton", "flash-attn-4") if has_gpu() else ())):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -60,7 +60,7 @@ class Sides:
         spec = AttentionSpec(c.num_attention_heads, c.num_key_value_heads, c.head_dim)
         builds = attention_builds(spec, torch.bfloat16, self.device, longest=longest, tokens=longest)
         for done, build in enumerate(builds, 1):
-            build.run()
+            build()
             report(done, len(builds))
         return len(builds)
 

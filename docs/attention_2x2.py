@@ -13,7 +13,7 @@ import torch
 
 from seqloom.attention import Segments
 from seqloom.attention.kernels import AttentionShape, Capabilities
-from seqloom.attention.kernels.dispatch import KERNELS
+from seqloom.attention.kernels.dispatch import KERNELS, built_in_table
 from seqloom.layout import Span
 from seqloom.plan import Group
 from seqloom.plan.round import even_ranges
@@ -256,9 +256,22 @@ def _answer(kernel: Capabilities, feature: Feature) -> str:
     return SUPPORTED if kernel.unsupported(feature.segments, shape) is None else REFUSED
 
 
+def kernel_times() -> str:
+    """Return the times of documents on an H200 in Markdown, microseconds: a row per length, a column per kernel."""
+    (measurement,) = [one for one in built_in_table().measurements if one.device == "NVIDIA H200"]
+    curves = {one.kernel: {point.length: point for point in one.causal} for one in measurement.times}
+    lines = ["| tokens | " + " | ".join(curves) + " |", "|---" * (len(curves) + 1) + "|"]
+    for length in next(iter(curves.values())):
+        points = [curve[length] for curve in curves.values()]
+        times = [f"{(point.forward_ns + point.backward_ns) / 1e3:,.1f}" for point in points]
+        lines.append(f"| {length:,} | " + " | ".join(times) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def renewed(page: str) -> str:
     """Return the page with everything between markers made anew."""
-    parts = {"holdings": _indented(holdings()), "tiles": _indented(tiles()), "support": support_matrix()}
+    parts = {"holdings": _indented(holdings()), "tiles": _indented(tiles())}
+    parts |= {"times": kernel_times(), "support": support_matrix()}
     for name, text in parts.items():
         before, rest = page.split(f"<!-- {name} -->\n")
         _, after = rest.split(f"<!-- /{name} -->")

@@ -145,7 +145,7 @@ def test_the_support_matrix_is_what_the_kernels_answer(drawing):
     matrix = {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
     assert names == [*KERNELS, "engine"]
     assert {name for name, cell in matrix["CPU"].items() if cell == "supported"} == {"cpu_flash", "reference", "engine"}
-    assert matrix["sliding window"]["cudnn"] == "refused"
+    assert matrix["any offset"]["fa4"] == "refused"
     assert set(matrix["dropout"].values()) == {"refused"}
 
 

@@ -30,7 +30,7 @@ masks = pytest.mark.parametrize("mask", MASKS, ids=str)
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Every kernel of this GPU; cuDNN for whatever it takes, and the others for the rest."""
+    """Every kernel of this GPU; FlashAttention-4, if there, for whatever it takes, and the others for the rest."""
     return {
         "all": Dispatcher(available_kernels(torch.device("cuda", 0))),
         "triton": Dispatcher(

@@ -44,6 +44,7 @@ def cuda() -> torch.device:
 def test_any_segments(cuda, name, dtype, case, heads, dim):
     why = unavailable_kernels(cuda).get(name)
     kernel = KERNELS[name]
+    dim = dim if dim % kernel.capabilities.dim_multiple == 0 else 64
     shape = AttentionShape(*heads, dim, dtype, cuda, SCALE * 0.3)
     why = why or kernel.capabilities.unsupported_shape(shape)
     if why is not None:
@@ -60,6 +61,19 @@ def test_any_segments(cuda, name, dtype, case, heads, dim):
 def test_capped_logits(cuda, name, softcap):
     kernel = KERNELS[name]
     shape = AttentionShape(4, 2, 64, kernel.capabilities.dtypes[0], cuda, 0.3, softcap)
+    segments = Segments.packed([130, 1, 500, 17])
+    why = unavailable_kernels(cuda).get(name) or kernel.capabilities.unsupported(segments, shape)
+    if why is not None:
+        pytest.skip(why)
+    errors = kernel_errors(kernel, Case(segments, 648, 648), shape)
+    assert max(errors.values()) < TOLERANCE[shape.dtype], errors
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_head_dims(cuda, name, dim):
+    kernel = KERNELS[name]
+    shape = AttentionShape(4, 2, dim, kernel.capabilities.dtypes[0], cuda, dim**-0.5)
     segments = Segments.packed([130, 1, 500, 17])
     why = unavailable_kernels(cuda).get(name) or kernel.capabilities.unsupported(segments, shape)
     if why is not None:
@@ -90,7 +104,7 @@ def test_packs_with_gaps(cuda, name, mask):
 @settings(max_examples=30)
 def test_the_dispatcher_of_this_gpu(cuda, case, floor):
     shape = AttentionShape(4, 2, 64, torch.bfloat16, cuda, 0.125)
-    dispatcher = Dispatcher(available_kernels(cuda), min_lengths={"cudnn": floor, "triton": floor // 2})
+    dispatcher = Dispatcher(available_kernels(cuda), min_lengths={"fa4": floor, "triton": floor // 2})
     errors = kernel_errors(dispatcher, case, shape)
     assert max(errors.values()) < TOLERANCE[torch.bfloat16], errors
 

@@ -97,16 +97,16 @@ def attention_builds(
     degrees: Iterable[tuple[int, int]] = ((1, 1),),
     kernels: Kernel | None = None,
 ) -> list[KernelBuild]:
-    """Return all that attention over causal documents can compile or build, to do it before the first step needs it.
+    """Return all that attention over causal documents can compile, to do it before the first step needs it.
 
     On a GPU a new shape delays a step by 0.1 s or more, and every rank that waits for it; on a CPU there is nothing to
-    build.
+    compile.
 
     Args:
         spec, dtype, kernels: of the calls, see `attention`.
         longest: tokens of a document.
         tokens: of a rank in a round, at most; None: any number.
-        degrees: (ulysses, ring) of groups that will come: they decide heads, strides and masks of a kernel's calls.
+        degrees: (ulysses, ring) of groups that will come: they decide heads and masks of a kernel's calls.
     """
     device = torch.device(device)
     kernel = _default_kernel(device) if kernels is None else kernels
@@ -118,10 +118,7 @@ def attention_builds(
         split = HeadSplit.of(spec.heads, spec.kv_heads, ulysses)
         for heads, kv_heads in sorted({split.counts(rank) for rank in range(ulysses)}, reverse=True):
             shape = AttentionShape(heads, kv_heads, spec.dim, dtype, device, scale, spec.softcap)
-            # Ulysses delivers q, k and v in one buffer; a ring sends k and v in one.
-            q, k, v = [(heads + 2 * kv_heads) * spec.dim] * 3 if ulysses > 1 else shape.contiguous_strides
-            strides = (q, 2 * kv_heads * spec.dim, 2 * kv_heads * spec.dim) if ring > 1 else (q, k, v)
-            use = KernelUse(longest, None if tokens is None else tokens * ulysses, spec.window, (strides,), ring > 1)
+            use = KernelUse(longest, None if tokens is None else tokens * ulysses, spec.window, ring > 1)
             uses[shape] = use if shape not in uses else uses[shape].merged(use)
     return [build for shape, use in uses.items() for build in kernel.builds(shape, use)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import warnings
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ class Extra(NamedTuple):
     extra: str  # that brings it
     package: str
     purpose: str
+    module: str = ""  # that is imported, where it is not named as the package
 
 
 EXTRAS = (
@@ -30,7 +32,7 @@ EXTRAS = (
     Extra("exact", "highspy", "planners exact and flexsp"),
     Extra("data", "pyarrow", "token stores, lengths from .parquet"),
     Extra("train", "torch", "running plans"),
-    Extra("gpu", "cudnn", "fastest attention on Hopper and later"),
+    Extra("gpu", "flash-attn-4", "fastest attention on Hopper and later", "flash_attn.cute"),
     Extra("hf", "transformers", "Hugging Face models"),
 )
 
@@ -59,7 +61,7 @@ def doctor(cluster: shared.Cluster = "8x8xH100", json: shared.AsJson = False) ->
 
 def examine(cluster: str) -> dict[str, Any]:
     """Return versions, extras, GPUs and choices, by JSON keys."""
-    packages = {extra.package: probe(extra.package) for extra in EXTRAS}
+    packages = {extra.package: probe(extra.package, extra.module) for extra in EXTRAS}
     return {
         "versions": {
             "seqloom": __version__,
@@ -76,13 +78,16 @@ def examine(cluster: str) -> dict[str, Any]:
     }
 
 
-def probe(package: str) -> Package:
-    """Import a package and return its version, or what went wrong; a broken install counts as absent."""
+def probe(package: str, name: str = "") -> Package:
+    """Import a package, or its module `name`; return its version, or what went wrong: a broken one counts as absent."""
+    name = name or package
     try:
-        module = importlib.import_module(package)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what libraries have to say about each other
+            module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = error.name or package
-        return Package(None, "not installed" if missing == package else f"broken: needs {missing}")
+        absent = error.name is None or name == error.name or name.startswith(f"{error.name}.")
+        return Package(None, "not installed" if absent else f"broken: needs {error.name}")
     except Exception as error:  # whatever a broken binary raises at import must not stop the report
         return Package(None, f"broken: {type(error).__name__}: {error}")
     try:

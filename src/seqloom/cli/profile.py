@@ -223,7 +223,7 @@ def _kernel_table(measurement: Measurement, mask: str) -> Table:
 
 
 def winner_ranges(winners: Sequence[tuple[int, str]]) -> list[str]:
-    """Join neighbouring lengths with the same winner: varlen up to 1,024, cudnn up to 131,072."""
+    """Join neighbouring lengths with the same winner: triton up to 256, fa4 up to 131,072."""
     ranges = [(kernel, list(group)) for kernel, group in groupby(winners, key=lambda winner: winner[1])]
     return [f"{kernel} up to {group[-1][0]:,}" for kernel, group in ranges]
 

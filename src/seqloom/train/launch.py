@@ -157,8 +157,8 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
         start.enter("connecting")
         communicators = Communicators(GroupFamily(ranks, setup.cost.node_size), channels_of(setup))
         communicators.warm_up()
-        advice = allocator_advice(device.type), node_note(job_rank, setup), shared_gpu_note(ranks), communicators.note
-        notes = [text for text in advice if text]
+        advice = allocator_advice(device.type), kernel_advice(device), node_note(job_rank, setup)
+        notes = [text for text in (*advice, shared_gpu_note(ranks), communicators.note) if text]
         parts = {"model_family": model_family, "device": device, "watchdog": watchdog, "start": start}
         with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
             summary = trainer.train(stream, notes=notes)
@@ -271,6 +271,17 @@ def shared_gpu_note(ranks: int) -> str | None:
     if not shares_gpu():
         return None
     return f"{ranks} ranks share {torch.cuda.device_count()} GPU: results are exact, speed means nothing"
+
+
+def kernel_advice(device: torch.device) -> str | None:
+    """Say that the fastest attention of this GPU is not installed; None: it is, or the GPU has no such."""
+    from seqloom.attention.kernels.dispatch import unavailable_kernels  # loads every kernel
+
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return None
+    if "fa4" not in unavailable_kernels(device):
+        return None
+    return "flash-attn-4 is not installed: attention may take twice as long on this GPU; pip install 'seqloom[gpu]'"
 
 
 def _torch_timeout(config: Config) -> timedelta:

@@ -489,13 +489,12 @@ def run_builds(
     """
     if not builds:
         return
-    cached = [number for number, build in enumerate(builds) if build.cached]
-    share = cached[transport.rank % node_size :: node_size]
-    rest = sorted({*range(len(builds))} - {*share})
+    share = range(transport.rank % node_size, len(builds), node_size)
+    rest = [number for number in range(len(builds)) if number not in share]
 
     def run(numbers: Sequence[int], before: int) -> None:
         for done, number in enumerate(numbers, before + 1):
-            builds[number].run()
+            builds[number]()
             if done % max(1, len(builds) // PROGRESS_LINES) == 0:
                 show(f"compiling kernels {done}/{len(builds)}")
 

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from seqloom.attention.kernels.cpu import CpuFlash, Reference
-from seqloom.attention.kernels.cudnn import Cudnn
 from seqloom.attention.kernels.flash import FlashAttention4, Varlen
 from seqloom.attention.kernels.interface import (
     AttentionShape,
@@ -84,21 +83,15 @@ def _fa4_missing(device: torch.device) -> str | None:
     return f"compute capability {major}.{minor}, not 9.0 or more" if major < 9 else None
 
 
-def _cudnn_missing(device: torch.device) -> str | None:
-    needed = "it needs the package nvidia-cudnn-frontend and a GPU of compute capability 9.0 or more"
-    return None if Cudnn.available(device) else needed
-
-
 def _ampere_missing(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     return f"compute capability {major}.{minor}, not 8.0 or more" if major < 8 else None
 
 
 KERNELS = {
-    "cudnn": KernelEntry(Cudnn, _cudnn_missing, min_length=256),
+    "fa4": KernelEntry(FlashAttention4, _fa4_missing, min_length=256),
     "triton": KernelEntry(TritonSegments, _triton_missing),
     "varlen": KernelEntry(Varlen, _ampere_missing),
-    "fa4": KernelEntry(FlashAttention4, _fa4_missing),
     "cpu_flash": KernelEntry(CpuFlash),
     "reference": KernelEntry(Reference),
 }

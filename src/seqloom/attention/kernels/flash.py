@@ -73,7 +73,7 @@ class FlashAttention4:
             kinds.append(Segments.packed([FA4_LEAST]))  # documents that the window covers
         if use.tiles:
             kinds.append(Segments.packed([FA4_LEAST], causal=False))
-        return [KernelBuild(partial(self._build, segments, shape), cached=True) for segments in kinds]
+        return [partial(self._build, segments, shape) for segments in kinds]
 
     def _build(self, segments: Segments, shape: AttentionShape) -> None:
         prepared, (q, k) = self.prepare(segments, shape), shape.zeros(FA4_LEAST)

@@ -36,11 +36,6 @@ class AttentionShape:
     scale: float
     softcap: float | None = None
 
-    @property
-    def contiguous_strides(self) -> RowStrides:
-        """Row strides of contiguous tensors."""
-        return self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim
-
     def zeros(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros like q and like k or v."""
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
@@ -181,10 +176,6 @@ class InPlaceAttention(Protocol):
         ...
 
 
-RowStrides = tuple[int, int, int]
-"""Elements from one row to the next of q, k and v."""
-
-
 class KernelUse(NamedTuple):
     """What a run will ask of a kernel.
 
@@ -192,38 +183,28 @@ class KernelUse(NamedTuple):
         longest: tokens of a document.
         tokens: of a call, at most; None: any number.
         window: of the attention; None: none.
-        strides: of the tensors; none: contiguous ones.
         tiles: also unmasked segments, as a ring has, whose results are merged.
     """
 
     longest: int
     tokens: int | None = None
     window: int | None = None
-    strides: tuple[RowStrides, ...] = ()
     tiles: bool = False
 
     def merged(self, other: KernelUse) -> KernelUse:
         """Return both uses of a kernel as one, of the same documents and window."""
         tokens = None if self.tokens is None or other.tokens is None else max(self.tokens, other.tokens)
-        strides = tuple(dict.fromkeys(self.strides + other.strides))
-        return self._replace(tokens=tokens, strides=strides, tiles=self.tiles or other.tiles)
+        return self._replace(tokens=tokens, tiles=self.tiles or other.tiles)
 
 
-class KernelBuild(NamedTuple):
-    """One thing that a kernel compiles or builds for its first use.
-
-    Attributes:
-        run: builds it, by running it on dummy tensors.
-        cached: a cache on disk has the result, so that of several processes one compiles and others load.
-    """
-
-    run: Callable[[], object]
-    cached: bool
+KernelBuild = Callable[[], object]
+"""Compiles one thing that a kernel needs, by running it on dummy tensors; a cache on disk keeps it for other processes.
+"""
 
 
 @runtime_checkable
 class SupportsBuilds(Protocol):
-    """A kernel that compiles or builds something for a new shape, and can do so before the first step."""
+    """A kernel that compiles something for a new shape, and can do so before the first step."""
 
     def builds(self, shape: AttentionShape, use: KernelUse) -> list[KernelBuild]:
         """Return all that such a use can need; the same list in every process."""

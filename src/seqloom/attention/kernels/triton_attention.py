@@ -301,7 +301,7 @@ class TritonSegments:
         longest = use.longest if use.tokens is None else min(use.longest, use.tokens)
         lengths = [1 << k for k in range(longest.bit_length())]
         by_config = {tuple(self.pick(kind, shape.dim, shape.dtype, n) for kind in kinds): n for n in reversed(lengths)}
-        runs: list[Callable[[], object]] = []
+        runs: list[KernelBuild] = []
         for length in by_config.values():
             masks = [Segments.packed([length])]
             masks += [Segments.packed([length], window=min(use.window, length))] if use.window is not None else []
@@ -310,7 +310,7 @@ class TritonSegments:
                 runs += [partial(self._run_once, segments, shape, backward=backward) for backward in (False, True)]
         if use.tiles:
             runs += [partial(_merge_once, shape, parts) for parts in range(2, MAX_PARTS + 1)]
-        return [KernelBuild(run, cached=True) for run in runs]
+        return runs
 
     def _run_once(self, segments: Segments, shape: AttentionShape, *, backward: bool) -> None:
         prepared, (q, k) = self.prepare(segments, shape), shape.zeros(int(segments.q_stop.max()))

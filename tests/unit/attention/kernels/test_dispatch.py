@@ -20,7 +20,7 @@ from seqloom.attention.kernels.dispatch import (
     TimePoint,
     device_name,
 )
-from seqloom.attention.kernels.interface import AttentionShape, Capabilities, KernelBuild, KernelUse, device_rows
+from seqloom.attention.kernels.interface import AttentionShape, Capabilities, KernelUse, device_rows
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
@@ -287,7 +287,7 @@ class Building(Plain):
     """The same, with a build that says whose it is."""
 
     def builds(self, shape, use):
-        return [KernelBuild(lambda: self.capabilities.name, cached=True)]
+        return [lambda: self.capabilities.name]
 
 
 @pytest.mark.parametrize(
@@ -307,4 +307,4 @@ def test_only_what_may_be_chosen_is_built(measured, built):
     times = tuple(KernelTimes(name, 0, 0, point, point) for name in measured)
     table = KernelTable((Measurement(device_name(CPU), torch.__version__, 4, 2, 8, "float64", times),) if times else ())
     builds = Dispatcher(kernels, table).builds(SHAPE, KernelUse(100))
-    assert [build.run() for build in builds] == built
+    assert [build() for build in builds] == built
