@@ -47,10 +47,11 @@ CASES = {
     "ring": (partial(one_group, 1, RANKS, Sharding.FULL), {"SendRecv": 0.8, "AllGather": 0.5, "ReduceScatter": 0.5}),
     "ulysses": (partial(one_group, RANKS, 1, Sharding.FULL), {"AllGather": 0.5, "ReduceScatter": 0.5}),
     "parameters move": (partial(one_group, RANKS, 1, Sharding.FREE), {"SendRecv": 0.5}),
-    "stages": (partial(in_stages, 1, "1f1b"), {"SendRecv": 0.7}),
+    "stages": (partial(in_stages, 1, "zb-h1"), {"SendRecv": 0.7}),
+    "stages in turn": (partial(in_stages, 1, "1f1b"), {}),  # 1F1B needs every message at once: no share is certain
     "chunks": (partial(in_stages, 2, "interleaved"), {"SendRecv": 0.7, "AllGather": 0.5, "ReduceScatter": 0.5}),
 }
-NONE_ON_THE_LAYERS_STREAM = ("ring", "stages", "chunks")  # exchanges of Ulysses are
+NONE_ON_THE_LAYERS_STREAM = ("ring", "stages", "stages in turn", "chunks")  # exchanges of Ulysses are
 
 
 def trace_step(transport, plan, device):
