@@ -3,7 +3,8 @@
 Messages of one communicator run in the order of their calls, so with a single one a message that is received may wait
 behind one that is sent, and both behind those of other stages. Neither is faster in general; four are kept, since with
 one the order of calls alone would keep ranks from waiting for each other. Ranks share the GPU over sockets: the ratio
-says who waits for whom, the times say nothing. With gloo there is one communicator in any case, and the ratio must be 1.
+says who waits for whom, the times say nothing. With gloo there is one communicator in any case: the
+ratio must be 1.
 
     python benchmarks/gpu_channels.py --ranks 8 --out benchmarks/results/gpu_channels.json
 """

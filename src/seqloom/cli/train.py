@@ -164,6 +164,7 @@ def _verify_batches(
 
 
 def _draw_comparisons(console: Console, rows: list[PlanComparison], how: str) -> None:
+    from seqloom.profiling.verify import TOLERANCE
     from seqloom.view.format import table_of
 
     names = ("planner", "plan", "rounds", "groups", "loss", "grad norm", "difference", "")
@@ -173,4 +174,7 @@ def _draw_comparisons(console: Console, rows: list[PlanComparison], how: str) ->
         verdict = "same" if row.passed else "DIFFERS"
         table.add_row(row.planner, row.plan_hash[:8], str(row.rounds), str(row.groups), *numbers, verdict)
     console.print(f"One process beside plans {how}. Difference: of gradients, the largest relative one of all tensors.")
+    tolerance = max(row.tolerance for row in rows)
+    own = "" if tolerance in TOLERANCE.values() else ": one process differs from itself by a tenth of it, in other sums"
+    console.print(f"Tolerance {tolerance:.1e}{own}.")
     console.print(table)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import GemmaConfig
 from typer.testing import CliRunner
 
 from seqloom.cli import app
@@ -31,6 +32,12 @@ def settings(tmp_path_factory):
     (folder / "tiny.toml").write_text(TINY)
     values = {"data.source": folder / "store", "model.spec": folder / "tiny.toml", "data.sequences": 8}
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+def other_token(source, context, batch, real=module.rank_rows):
+    """The rows of a batch, with other tokens where there are several ranks."""
+    ids, labels = real(source, context, batch)
+    return (ids + (context.transport.ranks > 1)) % 257, labels
 
 
 def run(*words):
@@ -131,6 +138,61 @@ def test_plans_do_not_change_the_result_of_hugging_face_models(settings, folders
     assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
 
 
+GEMMA = {
+    **{"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+}
+
+
+@pytest.fixture(scope="module")
+def gemma(folders):
+    """A model whose norms compute in float32 by design, also their gradients, which are sums over tokens."""
+    GemmaConfig(**GEMMA).save_pretrained(folders / "gemma")
+    return f"model.huggingface={folders / 'gemma'}"
+
+
+@pytest.mark.parametrize("sequences", [8, 1])
+def test_a_model_is_compared_as_exactly_as_it_computes(settings, folders, gemma, sequences):
+    words = ("--set", gemma, "--set", f"data.sequences={sequences}", "--set", "plan.capacity=50", "--ranks", "2")
+    result = run_folder(folders, settings, *words, "--planners", "static,flex", "--json")
+    assert result.exit_code == 0, result.output
+    for row in json.loads(result.stdout)["plans"]:
+        assert 1e-9 < row["tolerance"] < 1e-5 and row["max_relative_gradient_difference"] < row["tolerance"]
+    result = run_folder(folders, settings, *words, "--planners", "static")
+    assert "one process differs from itself" in " ".join(result.output.split())
+
+
+def test_a_difference_is_found_in_such_a_model_too(settings, folders, gemma, monkeypatch):
+    monkeypatch.setattr(module, "rank_rows", other_token)
+    words = ("--set", gemma, "--planners", "static", "--ranks", "2", "--json")
+    assert run_folder(folders, settings, *words).exit_code == 1
+
+
+def test_parameters_that_are_no_numbers_are_refused(settings, folders):
+    model = tiny_model("llama", vocab_size=257)
+    model.model.norm.weight.data[3] = float("nan")
+    model.save_pretrained(folders / "nan")
+    result = run_folder(folders, settings, "--set", f"model.huggingface={folders / 'nan'}", "--json")
+    assert isinstance(result.exception, SeqloomError) and "loss nan" in str(result.exception)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("lengths", "counted"), [((2,) * 8, None), ((9, 5, 12, 30), 1)], ids=["pairs", "one label"])
+def test_gradients_that_are_zero_but_for_rounding(settings, tmp_path, lengths, counted, dtype):
+    """Of queries and keys: the first token of a document sees itself alone, whatever they are."""
+    draw = np.random.default_rng(0)
+    with StoreWriter(tmp_path / "store", vocabulary=257) as writer:
+        for number, length in enumerate(lengths):
+            mask = None if counted is None else np.arange(length) == (counted if number == 0 else -1)
+            writer.add(draw.integers(0, 257, length), mask)
+    words = ("--set", f"data.source={tmp_path / 'store'}", "--set", f"data.sequences={len(lengths)}")
+    result = run(*settings, *words, "--planners", "static:2,flex,pipeline:2", "--dtype", dtype, "--json")
+    assert result.exit_code == 0, result.output
+    assert all(
+        row["tolerance"] == module.TOLERANCE[getattr(torch, dtype)] for row in json.loads(result.stdout)["plans"]
+    )
+
+
 def test_a_hugging_face_model_is_refused_by_name(settings, folders):
     refused = folders / "refused"
     refused.mkdir()
@@ -165,13 +227,7 @@ def test_the_run_s_own_pipeline_is_among_the_usual_planners(settings):
 
 
 def test_a_difference_is_exit_code_1(settings, monkeypatch):
-    real = module.rank_rows
-
-    def other_labels(source, context, batch):
-        ids, labels = real(source, context, batch)
-        return (ids + (context.transport.ranks > 1)) % 257, labels
-
-    monkeypatch.setattr(module, "rank_rows", other_labels)
+    monkeypatch.setattr(module, "rank_rows", other_token)
     result = run(*settings, "--planners", "static", "--json")
     assert result.exit_code == 1
     assert not json.loads(result.stdout)["passed"]
