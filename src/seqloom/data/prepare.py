@@ -2,9 +2,9 @@
 
     .jsonl, .parquet, .txt  --read_records-->  Record  --Tokenizer-->  ids and loss mask  --StoreWriter-->  store
 
-A record is one text, a prompt with its answer, or token ids. The first record of a file, or its schema, decides which,
-and every other record of the file must be the same. Tokenizers are bytes, a tokenizers .json file, or a Hugging Face
-tokenizer folder.
+A record is one text, a prompt with its answer, or token ids, with labels or without. The first record of a file, or its
+schema, decides which, and a record that is something else, or could be, is refused. Tokenizers are bytes, a tokenizers
+.json file, or a Hugging Face tokenizer folder.
 """
 
 from __future__ import annotations
@@ -239,7 +239,14 @@ def _read_jsonl(path: Path, fields: RecordFields) -> Iterator[tuple[Record, floa
         if not isinstance(value, dict):
             raise SeqloomError(f"{where}: {type(value).__name__}, not an object with named fields; correct the line")
         format_ = format_ or fields.detect(value, where)
-        yield _parse_record(format_, value, where), share
+        record = _parse_record(format_, value, where)
+        more = {*fields.detect(value, where).fields} - {*format_.fields}
+        if more:
+            raise SeqloomError(
+                f"{where}: field {min(more)!r}, which the records before do not have; give it in all records of a file "
+                "or in none"
+            )
+        yield record, share
 
 
 def _read_parquet(path: Path, fields: RecordFields) -> Iterator[tuple[Record, float]]:

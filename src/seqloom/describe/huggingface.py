@@ -11,7 +11,7 @@ from seqloom.errors import SeqloomError
 
 Config = Mapping[str, Any]
 
-WAY_OUT = "describe the model in a .json or .toml file with the fields of ModelSpec instead"
+WAY_OUT = "describe the model in a .json or .toml file with the fields of ModelSpec"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,8 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": Family(),
     "starcoder2": Family(gated=False, tied=True, window="all"),
     "deepseek": Family(),
-    "deepseek_v2": Family(),
-    "deepseek_v3": Family(),
     "glm4_moe": Family(),
-    "gpt2": Family(gated=False, tied=True, learned_positions=True),
+    "gpt2": Family(gated=False, tied=True, learned_positions=True, defaults={"n_positions": 1024}),
     "gpt_neox": Family(gated=False),
 }
 """Supported values of ``model_type``."""
@@ -81,6 +79,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
     "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+    "positions": ("n_positions", "max_position_embeddings"),
 }
 """Our field -> the keys that configs use for it."""
 
@@ -130,6 +129,12 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
     )
 
 
+def learned_positions(config: Config) -> int | None:
+    """Return the longest document that a model with a table of positions takes; None: positions are computed."""
+    family = _family(config)
+    return _number({**family.defaults, **config}, "positions", least=1) if family.learned_positions else None
+
+
 def _family(config: Config) -> Family:
     kind = config.get("model_type")
     if kind is None:
@@ -137,8 +142,7 @@ def _family(config: Config) -> Family:
     if kind not in FAMILIES:
         _refuse(config)
         raise SeqloomError(
-            f"model_type {kind!r} is not supported ({', '.join(FAMILIES)} are); if its layers are those of "
-            f"one of these, name that one in a copy of the config, otherwise {WAY_OUT}"
+            f"model_type {kind!r} is not supported ({', '.join(FAMILIES)} are); to plan for it, {WAY_OUT}"
         )
     return FAMILIES[kind]
 

@@ -9,13 +9,14 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
+from seqloom.describe.huggingface import learned_positions
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp
 from seqloom.plan import Plan, Sharding, Stage
@@ -31,6 +32,7 @@ from seqloom.planners.hydraulis.planner import plan_assignment
 from seqloom.planners.pipeline.planner import V_SHAPED, check_schedule
 from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages
 from seqloom.planners.registry import PlannerChoice, parse_planner
+from seqloom.reader import read_mapping
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Pipelining
 
@@ -104,15 +106,30 @@ class RunSetup:
 
 def load_model_spec(config: Config) -> ModelSpec:
     """Return the shapes of the model that is trained."""
-    return ModelSpec.load(str(config.model.huggingface) if config.model.spec is None else config.model.spec)
+    folder = config.model.huggingface
+    if folder is None:
+        return ModelSpec.load(cast("str", config.model.spec))
+    if not (folder / "config.json").is_file():
+        raise SeqloomError(
+            f"model.huggingface = {str(folder)!r}: no config.json in it; give the folder of a model, or the name of a "
+            "published one, such as Qwen/Qwen3-0.6B"
+        )
+    return ModelSpec.load(str(folder))
 
 
 def open_documents(path: Path, config: Config, spec: ModelSpec) -> Source:
-    """Open the documents of training or evaluation, under the config's limit of length."""
-    source = open_source(path, vocabulary=spec.vocabulary)
-    if config.data.max_length is None:
-        return source
-    return LengthLimitedSource(source, config.data.max_length, config.data.too_long)
+    """Open the documents of training or evaluation, under the config's limit of length, and refuse too long ones."""
+    source: Source = open_source(path, vocabulary=spec.vocabulary)
+    if config.data.max_length is not None:
+        source = LengthLimitedSource(source, config.data.max_length, config.data.too_long)
+    folder, longest = config.model.huggingface, int(source.lengths.argmax())
+    positions = None if folder is None else learned_positions(read_mapping(folder / "config.json"))
+    if positions is not None and source.lengths[longest] > positions:
+        raise SeqloomError(
+            f"{path}: document {longest} has {source.lengths[longest]:,} tokens, and the model a table of "
+            f"{positions:,} positions; set data.max_length = {positions}, and data.too_long = 'truncate' or 'drop'"
+        )
+    return source
 
 
 def make_sampler(config: Config, source: Source, cost: CostModel | None = None) -> Sampler:

@@ -146,6 +146,12 @@ def test_documents_without_anything_to_learn_are_left_out_and_counted(jsonl, tmp
         ('{"text": "a"}\n{"text": ', "line 2: not valid JSON"),
         ("[1]\n", "line 1: list, not an object"),
         ('{"text": "a"}\n\n{"txt": "b"}\n', "line 3: no field 'text' as in the records before"),
+        (
+            '{"input_ids": [1, 2]}\n{"input_ids": [1, 2], "labels": [-100, 2]}\n',
+            "line 2: field 'labels', which the records before do not have; give it in all records of a file or in none",
+        ),
+        ('{"input_ids": [1, 2], "labels": [-100, 2]}\n{"input_ids": [1, 2]}\n', "line 2: no field 'labels' as in"),
+        ('{"text": "a"}\n{"text": "b", "prompt": "c", "answer": "d"}\n', "line 2: more than one way to read"),
         ('{"text": 5}\n', "line 1, field 'text': int, not text"),
         ('{"body": "a"}\n', "line 1: no field that is known, it has 'body'; name the text field"),
         ('{"text": "a", "input_ids": [1]}\n', "more than one way to read its records"),

@@ -127,7 +127,7 @@ def test_sparse_layers():
         (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
         (
             LLAMA | {"model_type": "no_such"},
-            r"model_type 'no_such' is not supported \(llama, .*copy of the config",
+            r"model_type 'no_such' is not supported \(llama, .*to plan for it, describe the model in a",
         ),
         (LLAMA | {"num_attention_heads": 33}, "not a multiple of 33 heads; add head_dim"),
         (LLAMA | {"num_key_value_heads": 5}, "kv_heads = 5; it must divide the 32 query heads"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from seqloom.dist import bind_single_rank
@@ -94,3 +95,33 @@ def test_a_folder_that_lacks_parameters_is_refused(tmp_path, config):
     index.write_text(json.dumps({"metadata": {}, "weight_map": kept}))
     with pytest.raises(SeqloomError, match=f"{len(lost)} parameters are missing .* {min(lost)} among them"):
         build_huggingface(config(), CPU, torch.float64)
+
+
+def add_tensors(folder: Path, *names: str) -> None:
+    held = load_file(folder / "model.safetensors")
+    save_file(held | {name: torch.ones(2) for name in names}, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_the_parameters_of_another_model_are_refused(tmp_path, config):
+    """Qwen 2 has biases, and Llama no place for them."""
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "llama"}))
+    message = r"6 tensors of its safetensors have no place in the model .* model.layers.0.self_attn.k_proj.bias among"
+    with pytest.raises(SeqloomError, match=message):
+        build_huggingface(config(), CPU, torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_tensor_too_many_is_refused_however_parameters_are_read(tmp_path, config, kind):
+    tiny_model(kind).save_pretrained(tmp_path)
+    add_tensors(tmp_path, "model.layers.1.extra.weight")
+    with pytest.raises(SeqloomError, match=r"1 tensors .* model.layers.1.extra.weight among them"):
+        build_huggingface(config(), CPU, torch.float64)
+
+
+def test_what_models_compute_anew_may_lie_in_old_files(tmp_path, config, monkeypatch):
+    tiny_model("llama-tied").save_pretrained(tmp_path)
+    add_tensors(tmp_path, "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight")
+    monkeypatch.setattr(loading, "_load_all", lambda *_: pytest.fail(NEVER))
+    build_huggingface(config(), CPU, torch.float64)

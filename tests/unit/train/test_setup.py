@@ -319,3 +319,36 @@ def test_a_state_of_another_machine_is_refused_and_documents_are_no_limit(tmp_pa
         RunSetup.load(packed_config(tmp_path, "data.tokens=2048"), 2).sampler.load_state_dict(state)
     with pytest.raises(SeqloomError, match="give tokens instead of sequences"):
         packed_config(tmp_path, "data.tokens=", "data.sequences=8")
+
+
+def huggingface_config(tmp_path, content, *settings):
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+    recipe = (RECIPES / "tiny-cpu.toml").read_text().replace('spec = "models/tiny.toml" ', 'huggingface = "model"')
+    (tmp_path / "recipe.toml").write_text(recipe)
+    return Config.load(tmp_path / "recipe.toml", settings)
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 257}
+
+
+@pytest.mark.parametrize(("positions", "named"), [({"n_positions": 300}, 300), ({}, 1_024)])
+def test_a_document_longer_than_a_table_of_positions_is_refused(tmp_path, positions, named):
+    """By training and evaluation; a published config leaves out what is the default of its class."""
+    content = GPT2 | positions
+    config = huggingface_config(tmp_path, content)
+    message = rf"has [\d,]+ tokens, and the model a table of {named:,} positions; set data.max_length = {named}, and"
+    with pytest.raises(SeqloomError, match=message):
+        RunSetup.load(config, 4)
+    cut = "data.max_length=300", "data.too_long=truncate"
+    setup = RunSetup.load(huggingface_config(tmp_path, content, *cut), 4)
+    assert setup.source.lengths.max() == 300
+    with pytest.raises(SeqloomError, match="200 positions"):
+        inspect_run(huggingface_config(tmp_path, GPT2 | {"n_positions": 200}, *cut), 4)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path):
+    config = huggingface_config(tmp_path, GPT2)
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(SeqloomError, match=r"model.huggingface = .*: no config.json in it; give the folder of a model"):
+        RunSetup.load(config, 4)

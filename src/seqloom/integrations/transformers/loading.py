@@ -13,8 +13,9 @@ it to the host's memory. The trained model is written to `run.output`/model, com
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,8 @@ Read = Callable[[str], torch.Tensor]
 """Name of a parameter -> its values."""
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
+IGNORED_TENSORS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""Names of what old files hold and models compute anew, as transformers has them; models name more."""
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_*")
 """Names of files that belong to a tokenizer."""
 
@@ -134,7 +137,11 @@ def _reader(folder: Path, model: Any) -> Read | None:
     if _converts(model.config.model_type) or any(name in saved for name, _ in model.named_buffers()):
         return None
     shapes, read = open_safetensors(*_weight_files(folder))
-    return read if all(shapes.get(name) == list(each.shape) for name, each in model.named_parameters()) else None
+    if any(shapes.get(name) != list(each.shape) for name, each in model.named_parameters()):
+        return None
+    ignored = re.compile("|".join({*IGNORED_TENSORS, *(model._keys_to_ignore_on_load_unexpected or ())}))
+    _refuse_unused(folder, [name for name in shapes if name not in saved and not ignored.search(name)])
+    return read
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -159,6 +166,7 @@ def _load_all(folder: Path, dtype: torch.dtype) -> Any:
     """Load all parameters to the host's memory; refuse missing ones, which transformers would draw."""
     options = {**LOCAL, "use_safetensors": True, "dtype": dtype, "output_loading_info": True}
     model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
+    _refuse_unused(folder, report["unexpected_keys"])
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
         raise SeqloomError(
@@ -166,6 +174,16 @@ def _load_all(folder: Path, dtype: torch.dtype) -> Any:
             f"another shape there, {missing[0]} among them; give the folder of the whole model"
         )
     return model.to(dtype)
+
+
+def _refuse_unused(folder: Path, names: Iterable[str]) -> None:
+    """Refuse tensors without a place in the model: it would compute something else than the one they were made by."""
+    unused = sorted(names)
+    if unused:
+        raise SeqloomError(
+            f"model.huggingface = {str(folder)!r}: {len(unused)} tensors of its safetensors have no place in the model "
+            f"of its config.json, {unused[0]} among them; give the config.json that belongs to them"
+        )
 
 
 @contextmanager
