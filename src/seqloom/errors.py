@@ -33,6 +33,11 @@ def unknown_name(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
     return SeqloomError(f"unknown {kind} {name!r}; {hint}")
 
 
+def drop_longer(tokens: int) -> str:
+    """Return how to leave out what is longer, on a command line and in the config of a run: part of a message."""
+    return f"drop longer sequences (--max-length {max(tokens, 1)}; of a run data.max_length and data.too_long)"
+
+
 def import_extra(purpose: str, extra: str, *modules: str, otherwise: str = "") -> Any:
     """Import a package of an optional extra, and modules of it; return the first, or say how to install it.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -148,7 +149,11 @@ def packed_attention(
                 "keep the list of lengths, or bind once per batch with bind_single_rank"
             )
         cu_seqlens = cu_seqlens.tolist()
-    ends = [int(end) for end in cu_seqlens]
+    try:
+        ends = [index(end) for end in cu_seqlens]
+    except TypeError:
+        other = next(end for end in cu_seqlens if not hasattr(end, "__index__"))
+        raise SeqloomError(f"cu_seqlens holds {other!r}, no whole number of tokens; give integers") from None
     if not ends or ends[0] != 0 or ends[-1] != len(q) or ends != sorted(ends):
         shown = str(ends) if len(ends) <= 6 else f"[{', '.join(map(str, ends[:3]))}, .., {ends[-1]}]"
         raise SeqloomError(f"cu_seqlens {shown} for {len(q)} tokens: it must rise from 0 to {len(q)}")

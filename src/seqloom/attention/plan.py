@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -158,7 +159,8 @@ def _group_attentions(
         _check_call(context, heads, kv_heads, options)
         kernel = _default_kernel(context.device) if options.kernels is None else options.kernels
         model = AttentionShape(heads, kv_heads, dim, dtype, context.device, scale, options.softcap)
-        builder = _Builder(context, model, kernel, options.causal, options.window)
+        window = None if options.window is None else index(options.window)
+        builder = _Builder(context, model, kernel, options.causal, window)
         return schedule_overlap(builder.groups(), LocalHeads(model), kernel, builder.mask, context.node_size)
 
     return context.cached((heads, kv_heads, dim, dtype, scale, *options[:2], *options[3:]), build)
@@ -329,7 +331,7 @@ def _check_pieces(context: Context, group: Group, options: AttentionOptions) -> 
 
 def _check_options(options: AttentionOptions) -> None:
     window, scale = options.window, options.scale
-    if window is not None and (not isinstance(window, int) or window < 1 or not options.causal):
+    if window is not None and (not hasattr(window, "__index__") or window < 1 or not options.causal):
         raise SeqloomError(
             f"window {window} with causal={options.causal}: a window is a whole number of tokens from 1 up, counted "
             "back from a causal query; leave it out, or set causal=True"

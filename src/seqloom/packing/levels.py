@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, drop_longer
 
 SAMPLE = 1024
 """Documents that represent a level's when it is priced."""
@@ -158,12 +158,12 @@ def _check_longest(lengths: np.ndarray, cost: CostModel, step_tokens: int) -> No
     size, most = int(cost.padded_lengths(lengths).max()), max_pack_tokens(cost)
     if size > most:
         raise SeqloomError(
-            f"sequence {document} has {lengths[document]} tokens, but the largest group holds {most}; drop longer "
-            f"sequences (--max-length {most}), raise the memory budget or use more GPUs"
+            f"sequence {document} has {lengths[document]} tokens, but the largest group holds {most}; "
+            f"{drop_longer(most)}, raise the memory budget or use more GPUs"
         )
     if size > step_tokens:
         fits = step_tokens // cost.pad_multiple * cost.pad_multiple
-        drop = f" or drop longer sequences (--max-length {fits})" if fits else ""
+        drop = f" or {drop_longer(fits)}" if fits else ""
         raise SeqloomError(
             f"sequence {document} has {lengths[document]} tokens, more than the {step_tokens} of a step; raise the "
             f"tokens per step to {size}{drop}"

@@ -19,7 +19,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, drop_longer
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, sort_groups
 from seqloom.planners.loops import NEVER, BatchTables
@@ -63,8 +63,8 @@ class BatchProblem:
         held = most * self.tables.capacity // self.cost.pad_multiple * self.cost.pad_multiple
         return SeqloomError(
             f"sequence {longest} has {self.lengths[longest]} tokens, but the largest group ({most} GPUs x "
-            f"{self.tables.capacity} tokens) holds {held}; drop longer sequences (--max-length {held}), "
-            f"raise the memory budget or use more GPUs"
+            f"{self.tables.capacity} tokens) holds {held}; {drop_longer(held)}, "
+            "raise the memory budget or use more GPUs"
         )
 
     def checkpoint(self, groups: Sequence[GroupPlacement]) -> Checkpoint:

@@ -1,5 +1,6 @@
 """One device: the packed entry, and a world of one rank."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,3 +65,19 @@ def test_alone_everything_sent_comes_back():
     assert all(torch.equal(one, torch.arange(4.0)) for one in (gathered, swapped, received, sent))
     with pytest.raises(SeqloomError, match=r"block \(0, 1\) called by rank 0 of 1: .* a transport that reaches all"):
         alone.all_reduce(sent, [0, 1])
+
+
+@pytest.mark.parametrize("ends", [[0, 1.7, 3], torch.tensor([0.0, 1.7, 3.0]), [0, None, 3], np.array([0.0, 3.0])])
+def test_lengths_that_are_no_whole_numbers_are_refused(ends):
+    q = torch.zeros(3, 2, 4)
+    with pytest.raises(SeqloomError, match=r"cu_seqlens holds .*, no whole number of tokens; give integers"):
+        packed_attention(q, q, q, ends)
+
+
+def test_integers_of_numpy_are_integers():
+    q = torch.randn(9, 2, 4, generator=torch.Generator().manual_seed(0))
+    wanted = packed_attention(q, q, q, [0, 2, 9], window=3)
+    found = packed_attention(q, q, q, np.array([0, 2, 9]), window=np.int64(3))
+    assert torch.equal(found, wanted)
+    with pytest.raises(SeqloomError, match=r"window 2.5 with causal=True: a window is a whole number"):
+        packed_attention(q, q, q, [0, 9], window=2.5)

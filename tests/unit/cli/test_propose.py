@@ -89,4 +89,4 @@ def test_bad_input_is_refused(refused, data, words, message):
 
 def test_a_document_that_nothing_holds(refused, folder):
     (folder / "data.txt").write_text("100\n90000000\n")
-    assert "drop longer documents (--max-length" in refused(PROPOSE)
+    assert "drop longer sequences (--max-length" in refused(PROPOSE)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, drop_longer
 from seqloom.planners.compiled import kernels
 from seqloom.planners.hydraulis.strategy import ConfigCosts, Strategy
 from seqloom.planners.loops import DispatchProblem, PipelineLoads
@@ -79,8 +79,8 @@ def rank_strategies(
         longest, limit = int(tokens.argmax()), max(limits, default=0)
         raise SeqloomError(
             f"sequence {longest} has {tokens[longest]} tokens, but no pipeline of {len(limits)} candidate strategies "
-            f"holds more than {limit}; drop longer sequences (--max-length {max(limit, 1)}), propose strategies for "
-            f"documents of {tokens[longest]} tokens, raise the memory budget or use more GPUs"
+            f"holds more than {limit}; {drop_longer(limit)}, propose strategies for documents of "
+            f"{tokens[longest]} tokens, raise the memory budget or use more GPUs"
         )
     holding = [k for k, limit in enumerate(limits) if limit >= tokens.max()]
     problems = {k: problem_of(tokens[order], strategies[k], costs, charge_largest) for k in holding}

@@ -124,7 +124,7 @@ def require_free(cost: CostModel) -> None:
     if cost.sharding != Sharding.FREE:
         raise SeqloomError(
             f"planner hydraulis under sharding {cost.sharding.value}: stages differ from step to step, so parameters "
-            "must be free to move; use sharding free (--sharding free), or another planner"
+            "must be free to move; use sharding free (--sharding free; of a run plan.sharding), or another planner"
         )
 
 

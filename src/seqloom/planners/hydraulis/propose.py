@@ -19,7 +19,7 @@ from math import gcd
 
 import numpy as np
 
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, drop_longer
 from seqloom.planners.hydraulis.dispatch import assign, lower_bound, problem_of
 from seqloom.planners.hydraulis.strategy import (
     ConfigCost,
@@ -66,8 +66,7 @@ def propose(
     if most_tokens < data.max():
         raise SeqloomError(
             f"the longest document has {data.max()} tokens, but the largest of {len(legal)} parallel configs holds "
-            f"{most_tokens}; drop longer documents (--max-length {max(most_tokens, 1)}), raise the memory budget or "
-            "use more GPUs"
+            f"{most_tokens}; {drop_longer(most_tokens)}, raise the memory budget or use more GPUs"
         )
     histogram = Histogram.of(data, tokens_per_step, limits)
     samples = [data] if tokens_per_step is None else list(sample_steps(data, limits, tokens_per_step, seed))

@@ -164,7 +164,7 @@ def cut_document(
     """Cut a document into pieces of equal time, at multiples that the ranks of its group share evenly.
 
     The result has more than `pieces` pieces if one would exceed `max_tokens` per rank, and fewer if they would be too
-    short.
+    short. Where pieces of equal time cannot be so short, since time hardly depends on tokens, they have equal tokens.
     """
     length = int(costs.lengths[document])
     multiple = costs.cost.pad_multiple * shape.degree * (2 if shape.ring > 1 else 1)
@@ -181,9 +181,13 @@ def cut_document(
     while True:
         edges = equal_cuts(length, min(pieces, length), upto, multiple=multiple, floor=min(multiple, length))
         longest = max(b - a for a, b in pairwise(edges))
-        if longest <= most or longest <= multiple or pieces >= length:
-            return tuple(Span(document, a, b) for a, b in pairwise(edges))
+        if longest <= most or longest <= multiple:
+            break
+        if pieces >= length:
+            edges = (*range(0, length, max(multiple, most - most % multiple)), length)
+            break
         pieces = max(pieces + 1, min(length, -(-pieces * longest // most)))
+    return tuple(Span(document, a, b) for a, b in pairwise(edges))
 
 
 def place_long_sequences(

@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes, pipeline_limits, pp_rank_bytes
 from seqloom.describe import Batch
-from seqloom.errors import PlanError, SeqloomError, unknown_name
+from seqloom.errors import PlanError, SeqloomError, drop_longer, unknown_name
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches, MicroBatchSize, make_micro_batches
@@ -343,6 +343,8 @@ class PipelineSearch:
     def _candidate(self, name: str, memory: ActivationMemory, base: int, budget: int) -> Candidate | None:
         """Micro-batches in one schedule under policy `base`, or policies that store less; None if they do not fit."""
         costs = memory.costs
+        if not memory.allows(base):
+            return None
         choice = np.full((len(self.layout.layers), len(costs.micro_batches.units)), base, dtype=np.int64)
         schedule = self._schedule(name, memory, choice, budget)
         if schedule is None:
@@ -425,8 +427,7 @@ class PipelineSearch:
             return SeqloomError(
                 f"sequence {longest} has {tokens} tokens, more than the {pp_size} stages of "
                 f"{self.layout.ranks_per_stage} ranks hold even in pieces, recomputed and in host memory (about {fits} "
-                f"tokens); drop longer sequences (--max-length {max(fits, 1)}), raise the memory budget, use more "
-                "stages or more GPUs"
+                f"tokens); {drop_longer(fits)}, raise the memory budget, use more stages or more GPUs"
             )
         if len(self.schedules) > 1:
             return SeqloomError(
@@ -437,7 +438,7 @@ class PipelineSearch:
         return SeqloomError(
             f"schedule {self.schedules[0]!r} cannot run this batch in {self.cost.budget_bytes / GIB:.1f} GiB per GPU: "
             f"sequence {longest} of {tokens} tokens is near what {pp_size} stages hold (about {fits}); take schedule "
-            "'auto', raise the memory budget, use more stages, or drop longer sequences (--max-length)"
+            f"'auto', raise the memory budget, use more stages, or {drop_longer(fits)}"
         )
 
 

@@ -187,6 +187,10 @@ class ActivationMemory:
         """Forward and backward of [policy][stage][micro-batch]."""
         return [np.sum(self.costs.times_under(policy)[:3], axis=0).tolist() for policy in self.costs.policies]
 
+    def allows(self, policy: int) -> bool:
+        """Whether ranks may hold the tokens of every micro-batch under this policy."""
+        return all(self._allowed[policy])
+
     def held(self, choice: Choice) -> np.ndarray:
         """int64[stages, micro-batches]: bytes from forward to backward.
 

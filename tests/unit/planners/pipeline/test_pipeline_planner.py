@@ -121,6 +121,19 @@ def test_no_micro_batch_holds_more_than_a_rank_may(seed):
     plan_pipeline(lengths_of(seed, longest=6000), cost, stages=4).validate()
 
 
+@given(
+    st.lists(st.integers(1, 24), min_size=1, max_size=6), st.integers(1, 12), st.sampled_from([(2, 2), (4, 4), (4, 2)])
+)
+def test_nor_where_a_token_takes_no_time_to_speak_of(lengths, capacity, ranks):
+    """Pieces of equal time are then of any length; a model of hidden size 8, and a capacity of a few tokens."""
+    ranks, stages = ranks
+    model = ModelSpec("smallest", 4, 8, 1, 1, 8, 16, True, 32, False)
+    cost = CostModel(Cluster.parse(f"1x{ranks}xCPU"), model, capacity=capacity, stages=stages)
+    plan = plan_pipeline(np.array(lengths), cost, stages=stages)
+    plan.validate()
+    assert plan.documents == tuple(lengths)
+
+
 def test_a_number_of_pieces_is_not_refused_for_many_documents():
     plan = plan_pipeline(np.full(80, 1024), cost_of("1x2xH100"), stages=2, schedule="1f1b", pieces=1)
     assert len(plan.pipelines[0].rounds) == 80
