@@ -38,6 +38,7 @@ from seqloom.dist.process_group import JobRank, init_process_group
 from seqloom.dist.torch_transport import Communicators, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
+from seqloom.train.signals import receive_signals
 
 STACK_S = 2.0  # how long a process may take to write its stack
 GRACE_S = 1.0  # how long other ranks may take to report errors of their own after the first
@@ -213,6 +214,7 @@ def _serve(
     """Be a worker: do tasks until the pool is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    receive_signals()  # the server was started without those that ask a run to leave
     with open(Path(folder, f"{rank}.stack"), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         worlds: dict[int, Communicators] = {}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from seqloom.describe import ModelSpec
     from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
     from seqloom.train.config import Config
 
@@ -39,7 +40,7 @@ def check(
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
-    run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches)
+    run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches, _describe)
     if loaded.model.huggingface is not None:
         _check_huggingface(loaded, with_stages=run.setup.planners.multi_stage)
     with shared.planning_progress(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
@@ -51,6 +52,14 @@ def check(
         lambda: _as_dict(run, planned, packings, notes),
         lambda console: _draw(console, run, planned, packings, notes),
     )
+
+
+def _describe(config: Config) -> ModelSpec:
+    """Return the shapes of a run's model; only a folder of a type that no table has needs torch for it."""
+    from seqloom.train.setup import load_model_spec
+
+    folder = config.model.huggingface
+    return load_model_spec(config) if folder is None else shared.load_model(folder)
 
 
 def _check_huggingface(config: Config, *, with_stages: bool) -> None:

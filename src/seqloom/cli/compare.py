@@ -53,7 +53,7 @@ def compare(
 
     names = planner_names(planners)
     options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, model, **options, stages=requested_stages(names))
+    cost = cost_model(cluster, shared.load_model(model), **options, stages=requested_stages(names))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)
     with shared.planning_progress(len(names) * batches) as progress:

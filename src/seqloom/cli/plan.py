@@ -74,7 +74,7 @@ def plan(
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
     options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, model, **options, stages=1 if packs else requested_stages([planner]))
+    cost = cost_model(cluster, shared.load_model(model), **options, stages=1 if packs else requested_stages([planner]))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = _workload(source, batch_size, tokens_per_batch, skip)
     if tokens_per_step is not None:
@@ -125,7 +125,7 @@ def simulate(
     shared.check_output(picture, "picture", (".svg",))
     loaded = Plan.load(plan)
     options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model_of(loaded, cluster, model, **options)
+    cost = cost_model_of(loaded, cluster, shared.load_model(model), **options)
     evaluation = evaluate(loaded, cost)
     shared.report(
         json,

@@ -59,7 +59,7 @@ def propose(
         if value < 1:
             raise SeqloomError(f"--{name} {value}; give 1 or more")
     options = {"profile": profile, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, model, sharding="free", **options, stages=2)
+    cost = cost_model(cluster, shared.load_model(model), sharding="free", **options, stages=2)
     workload = shared.Workload.data_set(shared.Source(lengths, seed, max_length, column, tokenizer), sequences)
     data = workload.batches[0].lengths
     with shared.progress_bar(2, "proposing strategies") as step:

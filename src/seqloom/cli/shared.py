@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +21,7 @@ import typer
 from typer import Argument, Option
 
 from seqloom.errors import SeqloomError
+from seqloom.reader import read_mapping
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -27,14 +30,14 @@ if TYPE_CHECKING:
 
     from seqloom.api import Evaluation
     from seqloom.cost import CostModel
-    from seqloom.describe import Batch
+    from seqloom.describe import Batch, ModelSpec
 
 # Options.
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
 Cluster = Annotated[str, Option(help="Preset, spelling such as 8x8xH100 (nodes x GPUs x kind), or file.")]
-Model = Annotated[str, Option(help="Preset, or path to a Hugging Face config.json.")]
+Model = Annotated[str, Option(help="Preset, or path to a Hugging Face folder or config.json.")]
 Profile = Annotated[str | None, Option(help="Constants by name or file; without it, those of the cluster's device.")]
 Sharding = Annotated[
     str,
@@ -103,6 +106,17 @@ def split_names(text: str, what: str, example: str) -> list[str]:
     if not names:
         raise SeqloomError(f"no {what} in {text!r}; name at least one, for example {example}")
     return names
+
+
+def load_model(name: str | Path) -> ModelSpec:
+    """Return the shapes of a model by name, file or folder; a folder whose type no table has is read by its library."""
+    from seqloom.describe import ModelSpec
+    from seqloom.describe.huggingface import has_known_type
+
+    path, libraries = Path(name) / "config.json", all(map(find_spec, ("torch", "transformers")))
+    if not path.is_file() or not libraries or has_known_type(read_mapping(path)):
+        return ModelSpec.load(str(name))
+    return import_module("seqloom.integrations.transformers.describe").describe_folder(Path(name))
 
 
 def launched(ranks: int | None) -> bool:

@@ -143,8 +143,9 @@ def _verify_batches(
     from seqloom.profiling.verify import plan_batch, verify, verify_on_processes
     from seqloom.train.setup import RunSetup
 
-    setup = RunSetup.load(config, ranks)
-    config, seed, precision, family = setup.config, config.model.seed, getattr(torch, dtype), model_family_of(config)
+    family = model_family_of(config)
+    setup = RunSetup.load(config, ranks, describe=family.describe)
+    config, seed, precision = setup.config, config.model.seed, getattr(torch, dtype)
     sample = setup.sampler.peek(batches)
     planners: list[list[str | PlannerChoice]] = [[*names] for _ in sample]
     if with_config_planner and setup.planners.multi_stage:

@@ -129,10 +129,17 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
     )
 
 
-def learned_positions(config: Config) -> int | None:
-    """Return the longest document that a model with a table of positions takes; None: positions are computed."""
-    family = _family(config)
-    return _number({**family.defaults, **config}, "positions", least=1) if family.learned_positions else None
+def has_known_type(config: Config) -> bool:
+    """Whether `model_from_config` has a word on the model type: the shapes, or why it is refused."""
+    text = config.get("text_config")
+    kinds = {config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
+    return bool(kinds & {*FAMILIES})
+
+
+def position_rows(config: Config) -> int:
+    """Return the longest document that a model takes that has a table of positions (`learned_positions`)."""
+    family = FAMILIES.get(config.get("model_type", ""), Family())
+    return _number({**family.defaults, **config}, "positions", least=1)
 
 
 def _family(config: Config) -> Family:
@@ -171,7 +178,7 @@ def _number(config: Config, name: str, default: int | None = None, *, least: int
 
 def _windows(config: Config, family: Family, layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer, from ``layer_types`` or from the rule of the family."""
-    window = _number(config, "sliding_window", least=1) if config.get("sliding_window") is not None else None
+    window = _number(config, "sliding_window") or None if config.get("sliding_window") is not None else None
     types = config.get("layer_types")
     if types is not None:
         return tuple(_window_of(str(kind), window) for kind in types)

@@ -22,7 +22,7 @@ from seqloom.planners.bounds import plan_bound
 from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.planners.uniform import fastest_static_degree
 from seqloom.train.config import Config
-from seqloom.train.setup import RunPlanners, RunSetup, make_sampler, open_documents
+from seqloom.train.setup import Describe, RunPlanners, RunSetup, make_sampler, open_documents
 
 Progress = Callable[[str, int], None]
 """Called with a planner's name and a batch's index before each planning."""
@@ -89,14 +89,14 @@ class PredictedSteps:
         return int(np.argmax(self.step_ns))
 
 
-def inspect_run(config: Config, ranks: int, batches: int = 8) -> RunCheck:
+def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe | None = None) -> RunCheck:
     """Open and count what a run on `ranks` processes reads, and refuse what it would refuse; no step is planned.
 
-    The sample has the first `batches` batches, or as many as the run has steps.
+    The sample has the first `batches` batches, or as many as the run has steps. For `describe` see `RunSetup.load`.
     """
     if batches < 1:
         raise SeqloomError(f"{batches} batches to look at; give 1 or more")
-    setup = RunSetup.load(config, ranks)
+    setup = RunSetup.load(config, ranks, describe=describe)
     config, source, cost = setup.config, setup.source, setup.cost
     _refuse_too_long("data.source", source, cost, setup.planners)
     validation = None

@@ -187,7 +187,7 @@ def compare_as_rank(
     """Run every plan as one of the ranks; rank 0 returns how they compare with one process, others return []."""
     job_rank, device, _ = process
     rank, ranks = job_rank.rank, job_rank.ranks
-    setup = RunSetup.load(config, ranks, choices)
+    setup = RunSetup.load(config, ranks, choices, describe=model_family.describe)
     communicators = Communicators(GroupFamily(ranks, setup.cost.node_size))
     communicators.warm_up()
     transport, found, reference = TorchTransport(communicators), [], None

@@ -127,7 +127,8 @@ def train_on_processes(
     check_gpus(ranks, share_gpu=share_gpu)
     start_fork_server(__name__, model_family.build.__module__)  # it loads torch while this process looks at the run
     config = for_launched_ranks(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)], share_gpu)
-    setup = RunSetup.load(config, ranks)  # refuse here, once, what every process would refuse
+    # refuse here, once, what every process would refuse
+    setup = RunSetup.load(config, ranks, describe=model_family.describe)
     config = write_strategies(setup.config, setup.planners.strategies)
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
     if setup.planners.multi_stage:
@@ -153,7 +154,7 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
         stream = sys.stderr if show and rank == 0 else None
         start = StartUp(stream)
         start.enter("reading config and corpus")
-        setup = load_alike(config, job_rank)
+        setup = load_alike(config, job_rank, model_family)
         start.enter("connecting")
         communicators = Communicators(GroupFamily(ranks, setup.cost.node_size), channels_of(setup))
         communicators.warm_up()
@@ -166,15 +167,16 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
     return summary
 
 
-def load_alike(config: Config, job_rank: JobRank) -> RunSetup:
+def load_alike(config: Config, job_rank: JobRank, model_family: ModelFamily = REFERENCE) -> RunSetup:
     """Load the setup of a run with the choices of rank 0; refuse ranks that differ, all together. All ranks call it."""
     rank, ranks = job_rank.rank, job_rank.ranks
     job_ranks = gather_job_ranks(job_rank)
     told: list[Any] = [None]
     setup = None
+    load = partial(RunSetup.load, ranks=ranks, describe=model_family.describe)
     if rank == 0:
         try:
-            setup = RunSetup.load(for_launched_ranks(config, job_ranks, shares_gpu()), ranks)
+            setup = load(for_launched_ranks(config, job_ranks, shares_gpu()))
             strategies = strategies_to_json(setup.choices.strategies) if setup.choices.strategies else None
             told = [(setup.choices.stages, strategies, _identity(setup))]
         except SeqloomError as error:  # all ranks refuse together and none waits
@@ -185,7 +187,7 @@ def load_alike(config: Config, job_rank: JobRank) -> RunSetup:
     stages, strategies, first = told[0]
     if setup is None:
         choices = RunChoices(stages, strategies_from_json(strategies) if strategies else ())
-        setup = RunSetup.load(for_launched_ranks(config, job_ranks, shares_gpu()), ranks, choices)
+        setup = load(for_launched_ranks(config, job_ranks, shares_gpu()), choices=choices)
     mine, differences = _identity(setup), [None] * ranks
     other = next((name for name in first if mine.get(name) != first[name]), None)
     dist.all_gather_object(differences, None if other is None else f"{other} = {mine.get(other)}, not {first[other]}")

@@ -26,7 +26,7 @@ from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
-from seqloom.train.setup import load_model_spec
+from seqloom.train.setup import Describe, load_model_spec
 
 BuildModel = Callable[[Config, torch.device, torch.dtype], ModelAdapter]
 """Return the model of a run, its parameters on "meta" and the same `deferred` values of them on all ranks.
@@ -38,10 +38,11 @@ SaveModel = Callable[[Config, nn.Module, Mapping[str, torch.Tensor]], Path]
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """How models of one library are built before the first step and saved after the last."""
+    """How models of one library are described to plans, built before the first step and saved after the last."""
 
     build: BuildModel
     save: SaveModel
+    describe: Describe = load_model_spec
 
 
 def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:

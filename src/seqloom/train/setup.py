@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.describe.huggingface import learned_positions
+from seqloom.describe.huggingface import position_rows
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp
 from seqloom.plan import Plan, Sharding, Stage
@@ -44,6 +44,10 @@ WARM_UP_TOKENS = 2
 """Tokens per rank of a document in a warm-up plan."""
 
 
+Describe = Callable[[Config], ModelSpec]
+"""Returns the shapes of the model that a config names."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunChoices:
     """What a config leaves open: the number of stages where it says "auto", and the proposed strategies."""
@@ -65,13 +69,16 @@ class RunSetup:
     steps: int  # of the whole run
 
     @classmethod
-    def load(cls, config: Config, ranks: int, choices: RunChoices | None = None) -> RunSetup:
+    def load(
+        cls, config: Config, ranks: int, choices: RunChoices | None = None, *, describe: Describe | None = None
+    ) -> RunSetup:
         """Open and check everything that needs no other rank, for a run on `ranks` processes.
 
         Args:
             choices: those of rank 0; None: choose here.
+            describe: returns the shapes of the model; None: they follow from its spec or its config.json.
         """
-        spec = load_model_spec(config)
+        spec = (describe or load_model_spec)(config)
         source = open_documents(config.data.source, config, spec)
         cost = make_cost_model(config, spec, ranks, int(source.lengths.max()))
         sampler = make_sampler(config, source, cost)
@@ -123,8 +130,10 @@ def open_documents(path: Path, config: Config, spec: ModelSpec) -> Source:
     if config.data.max_length is not None:
         source = LengthLimitedSource(source, config.data.max_length, config.data.too_long)
     folder, longest = config.model.huggingface, int(source.lengths.argmax())
-    positions = None if folder is None else learned_positions(read_mapping(folder / "config.json"))
-    if positions is not None and source.lengths[longest] > positions:
+    if folder is None or not spec.learned_positions:
+        return source
+    positions = position_rows(read_mapping(folder / "config.json"))
+    if source.lengths[longest] > positions:
         raise SeqloomError(
             f"{path}: document {longest} has {source.lengths[longest]:,} tokens, and the model a table of "
             f"{positions:,} positions; set data.max_length = {positions}, and data.too_long = 'truncate' or 'drop'"

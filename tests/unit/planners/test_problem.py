@@ -34,7 +34,7 @@ def test_what_is_no_batch_is_refused(lengths, message):
 def test_too_long_names_the_document_and_a_length_that_fits():
     with pytest.raises(SeqloomError, match=r"sequence 1 has 10000000 tokens.*--max-length (\d+)") as refused:
         fitting_problems([7, 10**7], PUBLISHED, PUBLISHED.policies[0])[0]
-    room = int(str(refused.value).split("--max-length ")[1].split(")")[0])
+    room = int(str(refused.value).split("--max-length ")[1].split(";")[0])
     assert fitting_problems([room], PUBLISHED, PUBLISHED.policies[0])[0].fits
     with pytest.raises(SeqloomError):
         fitting_problems([room + 1], PUBLISHED, PUBLISHED.policies[0])[0]

@@ -126,14 +126,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
     groups.
     """
     causal = unwrap(model)
-    decoder, embedding = causal.get_decoder(), causal.get_input_embeddings()
-    classes = causal._no_split_modules or ()  # names of the classes of layers
-    layers = tuple(module for module in decoder.modules() if type(module).__name__ in classes)
-    if not layers:
-        raise SeqloomError(
-            f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(classes)}); "
-            "say it yourself: seqloom.models.adapter.ModelAdapter(module, layers, hidden, head)"
-        )
+    decoder, embedding, layers = causal.get_decoder(), causal.get_input_embeddings(), decoder_layers(causal)
     remap_layers(layers)
 
     def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
@@ -156,21 +149,36 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
 
 
+def decoder_layers(causal: Any) -> tuple[nn.Module, ...]:
+    """Return the layers of a causal model, in their order."""
+    classes = causal._no_split_modules or ()  # names of the classes of layers
+    layers = tuple(module for module in causal.get_decoder().modules() if type(module).__name__ in classes)
+    if not layers:
+        raise SeqloomError(
+            f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(classes)}); "
+            "say it yourself: seqloom.models.adapter.ModelAdapter(module, layers, hidden, head)"
+        )
+    return layers
+
+
 def attention_specs(layers: Iterable[nn.Module]) -> tuple[AttentionSpec, ...]:
     """Return the distinct attention calls that layers will make, from their configs and their attention modules.
 
     Leaves out a model that uses other names: its index work is done in the first layer of a round.
     """
-    specs = []
-    for module in (module for layer in layers for module in layer.modules()):
-        config: Any = getattr(module, "config", None)
-        heads, scale = getattr(config, "num_attention_heads", None), getattr(module, "scaling", None)
-        dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
-        if isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float):
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
-            window = _config_window(module, getattr(module, "layer_idx", None))
-            specs.append(AttentionSpec(heads, kv_heads, dim, window, scale))
-    return tuple(dict.fromkeys(specs))
+    specs = [attention_spec(module) for layer in layers for module in layer.modules()]
+    return tuple(dict.fromkeys(spec for spec in specs if spec is not None))
+
+
+def attention_spec(module: nn.Module) -> AttentionSpec | None:
+    """Return the attention call that a module will make; None: it makes none, or uses other names."""
+    config: Any = getattr(module, "config", None)
+    heads, scale = getattr(config, "num_attention_heads", None), getattr(module, "scaling", None)
+    dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    if not (isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float)):
+        return None
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return AttentionSpec(heads, kv_heads, dim, _config_window(module, getattr(module, "layer_idx", None)), scale)
 
 
 # What transformers calls instead of its own attention.

@@ -24,22 +24,25 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from seqloom.describe import ModelSpec
+from seqloom.describe.huggingface import has_known_type
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
+from seqloom.integrations.transformers.describe import LOCAL, describe_folder, from_config
 from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
 from seqloom.models.files import open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
+from seqloom.reader import read_mapping
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
+from seqloom.train.setup import load_model_spec
 
 Read = Callable[[str], torch.Tensor]
 """Name of a parameter -> its values."""
-LOCAL = {"local_files_only": True, "trust_remote_code": False}
-"""Fetch nothing, and run no code of a folder."""
 IGNORED_TENSORS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Names of what old files hold and models compute anew, as transformers has them; models name more."""
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_*")
@@ -92,7 +95,14 @@ def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torc
     return final
 
 
-HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface)
+def describe_huggingface(config: Config) -> ModelSpec:
+    """Return the shapes of the model of a folder: by its type, or by its modules where no table has the type."""
+    folder = cast("Path", config.model.huggingface)
+    known = not (folder / "config.json").is_file() or has_known_type(read_mapping(folder / "config.json"))
+    return load_model_spec(config) if known else describe_folder(folder)
+
+
+HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface, describe_huggingface)
 """The family of `model.huggingface`."""
 
 
@@ -103,10 +113,10 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
     """
     if device.type == "meta":
         with device:
-            return _from_config(folder, dtype), None
+            return from_config(folder, dtype), None
     if any(folder.glob("*.safetensors")):
         with meta_parameters():
-            model = _from_config(folder, dtype).to(dtype)
+            model = from_config(folder, dtype).to(dtype)
         read = _reader(folder, model)
         if read is None:
             model = _load_all(folder, dtype)
@@ -121,14 +131,8 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _from_config(folder, torch.float32).to(dtype)
+        model = from_config(folder, torch.float32).to(dtype)
         return model, pop_values(model).pop
-
-
-def _from_config(folder: Path, dtype: torch.dtype) -> Any:
-    """Build the model of a config.json with fresh parameters."""
-    config = AutoConfig.from_pretrained(folder, **LOCAL)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _reader(folder: Path, model: Any) -> Read | None:

@@ -1,0 +1,154 @@
+"""Shapes of a Hugging Face model, read from its modules on the meta device.
+
+Plans are priced with a `ModelSpec`. Of the model types in `describe.huggingface` it follows from the config alone,
+without torch; of any other that `check` does not refuse it is read here: heads and windows from the attention modules,
+widths from the matrices beside them. For the types that have both a test holds that both give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from seqloom.attention import AttentionSpec
+from seqloom.describe import ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs, decoder_layers
+from seqloom.integrations.transformers.checks import unwrap
+
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+"""Fetch nothing, and run no code of a folder."""
+
+ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k", "moe_top_k")
+"""Keys of configs for the experts that a token goes to."""
+
+
+class FeedForward(NamedTuple):
+    """The matrices of a layer beside its attention, as widths.
+
+    Attributes:
+        width: of a dense layer, or of what all tokens go through beside experts; 0: none.
+        gated: whether three matrices have this width, and not two.
+        experts: 0: a dense layer.
+        expert_width: of one expert.
+    """
+
+    width: int
+    gated: bool
+    experts: int = 0
+    expert_width: int = 0
+
+
+def from_config(folder: Path, dtype: torch.dtype) -> Any:
+    """Build the model of a folder's config.json with fresh parameters."""
+    config = AutoConfig.from_pretrained(folder, **LOCAL)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def describe_folder(folder: Path) -> ModelSpec:
+    """Return the shapes of the model of a folder's config.json; refuse what `check` refuses."""
+    try:
+        with torch.device("meta"):
+            model = from_config(folder, torch.bfloat16)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise SeqloomError(
+            f"{folder} is no causal language model of the installed transformers ({reason}); give the folder of one"
+        ) from error
+    try:
+        return describe_model(attach(model), folder.absolute().name)
+    except SeqloomError as error:
+        raise SeqloomError(f"{folder}: {error}") from None
+
+
+def describe_model(model: nn.Module, name: str) -> ModelSpec:
+    """Return the shapes of an attached model."""
+    causal: Any = unwrap(model)
+    embedding, layers = causal.get_input_embeddings().weight, decoder_layers(causal)
+    hidden, attentions = embedding.shape[1], [_attention_of(layer) for layer in layers]
+    (heads, kv_heads, dim), *others = dict.fromkeys((each.heads, each.kv_heads, each.dim) for each in attentions)
+    if others:
+        raise SeqloomError(
+            f"{type(causal).__name__} has layers of {heads} heads and layers of {others[0][0]} heads, or of other "
+            "widths: plans are for layers that agree; use a model whose layers do"
+        )
+    parts = [_feed_forward(layer, hidden) for layer in layers]
+    dense = next((part for part in parts if not part.experts), None)
+    sparse = tuple(number for number, part in enumerate(parts) if part.experts)
+    return ModelSpec(
+        name=name,
+        layers=len(layers),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        ffn=dense.width if dense else parts[0].expert_width,
+        gated=(dense or parts[0]).gated,
+        vocabulary=embedding.shape[0],
+        tied=causal.get_output_embeddings().weight is embedding,
+        windows=tuple(each.window for each in attentions),
+        learned_positions=has_position_table(causal),
+        **({} if not sparse else _experts(causal.config, parts[sparse[0]], sparse)),
+    )
+
+
+def has_position_table(causal: Any) -> bool:
+    """Whether a model looks positions up in a table, beside that of its tokens, and does not compute them."""
+    most = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+    tables = [each for each in causal.get_decoder().modules() if isinstance(each, nn.Embedding)]
+    others = [each for each in tables if each is not causal.get_input_embeddings()]
+    return most is not None and any(each.num_embeddings >= most for each in others)
+
+
+def _attention_of(layer: nn.Module) -> AttentionSpec:
+    specs = attention_specs([layer])
+    if len(specs) != 1:
+        raise SeqloomError(
+            f"{type(layer).__name__} has {len(specs)} attention modules that say their heads and width "
+            "(config.num_attention_heads, head_dim, scaling), not one: its cost is not known"
+        )
+    return specs[0]
+
+
+def _feed_forward(layer: nn.Module, hidden: int) -> FeedForward:
+    """Read the widths of the matrices that stand beside attention."""
+    attention = {id(each) for module in layer.modules() if attention_spec(module) for each in module.parameters()}
+    weights = [each for each in layer.parameters() if id(each) not in attention and each.ndim > 1]
+    stacked = [each.shape for each in weights if each.ndim == 3]
+    plain = [each.shape for each in weights if each.ndim == 2]
+    if not stacked:
+        width, gated = _widths([shape for shape in plain if hidden in shape], hidden)
+        return FeedForward(width, gated)
+    count = stacked[0][0]
+    width, gated = _widths([shape[1:] for shape in stacked], hidden)
+    beside = [shape for shape in plain if hidden in shape and shape[0] not in (1, count)]  # not the router, not a gate
+    return FeedForward(_widths(beside, hidden)[0], gated, count, width)
+
+
+def _widths(shapes: list[torch.Size], hidden: int) -> tuple[int, bool]:
+    """Return the width of a feed-forward from its matrices, and whether there are three of that width."""
+    elements = sum(shape.numel() for shape in shapes)
+    if not elements:
+        return 0, True
+    narrow = min(max(shape.numel() // hidden, 1) for shape in shapes)
+    gated = elements // hidden >= 3 * narrow
+    return elements // hidden // (3 if gated else 2), gated
+
+
+def _experts(config: Any, part: FeedForward, sparse: tuple[int, ...]) -> Mapping[str, Any]:
+    text = config.get_text_config()
+    active = next((value for key in ACTIVE_EXPERTS if isinstance(value := getattr(text, key, None), int)), None)
+    if active is None:
+        raise SeqloomError(f"{type(config).__name__} does not say to how many of {part.experts} experts a token goes")
+    return {
+        "experts": part.experts,
+        "active_experts": active,
+        "expert_ffn": part.expert_width,
+        "shared_ffn": part.width,
+        "moe_layers": sparse,
+    }
