@@ -232,7 +232,10 @@ def test_pieces_out_of_turn():
     first, second, third = (bound(at=n, kv_cache=kv_cache) for n in range(3))
     with pytest.raises(SeqloomError, match=r"layer 0: piece 1 of document 0.*piece 0 has not been forward"):
         forward(second)
-    outs = [forward(first), forward(second)]
+    outs = [forward(first)]
+    with pytest.raises(SeqloomError, match=r"layer 0 computes attention twice for piece 0 .*plan whole documents"):
+        forward(first)
+    outs.append(forward(second))
     with pytest.raises(SeqloomError, match=r"piece 1.*goes backward, but 2 of 3 pieces have been forward"):
         outs[1].sum().backward()
     outs.append(forward(third))

@@ -121,6 +121,11 @@ class KVCache:
                 f"layer {layer}: piece {piece.number} of document {piece.document} goes forward, but {missing}; run "
                 "the pieces of a document forward in order, and all of them before the first backward"
             )
+        if piece.number < cached.written < piece.of:  # recomputing comes when all pieces have been forward
+            raise SeqloomError(
+                f"layer {layer} computes attention twice for piece {piece.number} of document {piece.document}, whose "
+                "keys are kept once for a layer; plan whole documents for such a model"
+            )
         self._documents[layer, piece.document] = cached
         cached.kv[piece.start : piece.stop, :heads] = k
         cached.kv[piece.start : piece.stop, heads:] = v

@@ -1,0 +1,191 @@
+"""The table of model types in docs/huggingface.md: every causal one of the installed transformers, tiny, and tried.
+
+python docs/huggingface_matrix.py     renews docs/huggingface.md between its markers; takes a minute
+
+A model that is not refused runs under plans of 1, 3 and 4 ranks, and of two stages with a document in pieces. Loss and
+gradients are compared with those of plain transformers, document by document, in float64.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from seqloom.cost import CostModel
+from seqloom.data import IGNORE_INDEX, Batch, Source, StoreWriter, open_source
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers import attach, model_adapter
+from seqloom.integrations.transformers.describe import describe_model
+from seqloom.models import ModelAdapter
+from seqloom.planners.registry import PlannerChoice
+from seqloom.profiling.verify import StepOutcome, run_plan
+
+MARKER = "matrix"
+VOCABULARY, LENGTHS = 61, (13, 5, 21, 2)
+MOST_PARAMETERS = 10_000_000
+TOLERANCE = 1e-5
+"""Relative difference of a gradient: models that compute parts in float32 by design reach no less."""
+PLANS = (("static:1", 1, 24), ("flex", 3, 24), ("static:4", 4, 24), ("pipeline:2", 2, 8))
+"""Planner, ranks, and tokens that a rank may hold."""
+SIZES: Mapping[str, Any] = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
+    **{"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1, "router_aux_loss_coef": 0.0, "aux_loss_coef": 0.0},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+"""Keys of a config, if it has them."""
+USUAL: Mapping[str, Mapping[str, Any]] = {"lfm2": {"layer_types": ["conv", "full_attention"] * 2}}
+"""What models of a type have and a small config would not."""
+
+
+# ---- Tiny models
+
+
+def tiny_config(model_type: str) -> Any:
+    """Return a small config without dropout; raise whatever its class raises where it takes no such sizes."""
+    usual = AutoConfig.for_model(model_type)
+    keys = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
+    drops = [key for key, value in usual.to_dict().items() if "drop" in key and isinstance(value, float)]
+    drops += [key for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop") if hasattr(usual, key)]
+    return type(usual)(**keys, **dict.fromkeys(drops, 0.0), **USUAL.get(model_type, {}))
+
+
+def describe(config: Any) -> ModelSpec:
+    """Return the shapes of a model of a config, built without values; raise for one that is too large here."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    spec = describe_model(attach(model), config.model_type)
+    if sum(each.numel() for each in model.parameters()) > MOST_PARAMETERS:
+        raise ValueError("its config has sizes of other names")
+    return spec
+
+
+def tiny_model(config: Any) -> Any:
+    """Return a model of a config in float64; parameters are drawn so wide that attention is far from uniform."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape)
+            parameter.copy_(0.3 * drawn if parameter.ndim > 1 else parameter + 0.1 * drawn)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    return model.to(torch.float64).train()
+
+
+def tiny_adapter(config: Any) -> ModelAdapter:
+    """Return such a model, attached to the engine."""
+    return model_adapter(attach(tiny_model(config)))
+
+
+# ---- What they compute
+
+
+def write_documents(folder: Path) -> tuple[Source, Batch]:
+    """Write documents of random tokens; return them and a batch of all."""
+    draw = np.random.default_rng(0)
+    with StoreWriter(folder, vocabulary=VOCABULARY) as writer:
+        for length in LENGTHS:
+            writer.add(draw.integers(3, VOCABULARY, length))
+    source = open_source(folder, vocabulary=VOCABULARY)
+    return source, Batch(np.arange(len(LENGTHS)), np.array(source.lengths), np.array(source.valid))
+
+
+def plain_outcome(config: Any, source: Source) -> StepOutcome:
+    """Return what plain transformers computes, document by document."""
+    model = tiny_model(config)
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    total, valid = 0.0, int(source.valid.sum())
+    for document, length in enumerate(LENGTHS):
+        ids, labels = (torch.tensor(np.array(each)) for each in source.rows(document, 0, length))
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        loss = cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX) / valid
+        loss.backward()
+        total += loss.item()
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    return StepOutcome(total, sum(float(each.norm()) ** 2 for each in found.values()) ** 0.5, found)
+
+
+def try_type(model_type: str) -> str:
+    """Return what is to be said of a model type: that it is exact, or why it is refused or was not tried."""
+    try:
+        config = tiny_config(model_type)
+        spec = describe(config)
+    except SeqloomError as error:
+        return f"refused: {refusal(error)}"
+    except Exception:  # whatever classes raise that know these sizes by other names
+        return "not tried: takes no such small sizes"
+    with tempfile.TemporaryDirectory() as folder:
+        source, batch = write_documents(Path(folder) / "store")
+        truth, stages = plain_outcome(config, source), not tiny_adapter(config).single_stage_reason
+        for name, ranks, capacity in PLANS if stages else PLANS[:-1]:
+            cost = CostModel(Cluster.parse(f"1x{ranks}xCPU"), spec, capacity=capacity, max_length=64, stages=2)
+            plan = PlannerChoice(name).plan(batch.lengths, cost)
+            try:
+                outcome = run_plan(plan, source, batch, partial(tiny_adapter, config))
+            except SeqloomError as error:
+                in_pieces = "computes attention twice" in str(error)
+                return "exact, documents not in pieces" if in_pieces else "refused: what only shows in a call"
+            difference = max(truth.largest_difference(outcome), abs(outcome.loss / truth.loss - 1))
+            if not difference <= TOLERANCE:
+                return f"WRONG: {difference:.1e} under {name}"
+    return "exact" if stages else "exact, not in stages"
+
+
+def refusal(error: SeqloomError) -> str:
+    """Return the first reason of a refusal, by name."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    reason = next((line[2:] for line in lines if line.startswith("- ")), None)
+    return "layers that are not alike, or say no heads" if reason is None else reason.partition(" (")[0]
+
+
+# ---- The page
+
+
+def matrix() -> str:
+    """Try every causal model type; return the table in Markdown."""
+    transformers.logging.set_verbosity_error()
+    types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found = defaultdict(list)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about tiny configs
+        for number, model_type in enumerate(types, 1):
+            found[try_type(model_type)].append(model_type)
+            if number % 20 == 0:
+                print(f"{number}/{len(types)} model types", file=sys.stderr)
+    release = ".".join(transformers.__version__.split(".")[:2])
+    rows = [f"Of the {len(types)} causal model types of transformers {release}:", ""]
+    rows += ["| | model types | |", "|---|---|---|"]
+    for what, names in sorted(found.items(), key=lambda item: (item[0].partition(":")[0], -len(item[1]), item[0])):
+        rows.append(f"| {what} | {', '.join(f'`{name}`' for name in names)} | {len(names)} |")
+    return "\n".join(rows) + "\n"
+
+
+def renewed(page: str, table: str) -> str:
+    """Return the page with this table between its markers."""
+    before, rest = page.split(f"<!-- {MARKER} -->\n")
+    _, after = rest.split(f"<!-- /{MARKER} -->")
+    return f"{before}<!-- {MARKER} -->\n{table}<!-- /{MARKER} -->{after}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    path = Path(__file__).parent / "huggingface.md"
+    path.write_text(renewed(path.read_text(), matrix()))
