@@ -46,11 +46,21 @@ SIZES: Mapping[str, Any] = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
     **{"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "n_shared_experts": 1},
-    **{"first_k_dense_replace": 1, "router_aux_loss_coef": 0.0, "aux_loss_coef": 0.0},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "router_aux_loss_coef": 0.0, "aux_loss_coef": 0.0},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 """Keys of a config, if it has them."""
-USUAL: Mapping[str, Mapping[str, Any]] = {"lfm2": {"layer_types": ["conv", "full_attention"] * 2}}
+LATENT = {
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16},
+    **{"head_dim": 4, "num_key_value_heads": 4},
+}
+"""Of latent attention: the width of a head is that of its rotated part there."""
+USUAL: Mapping[str, Mapping[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    **{name: {"logits_scaling": 3.0} for name in ("granite", "granitemoe", "granitemoeshared", "granite_swa")},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
+    "longcat_flash": LATENT | {"num_layers": 2},
+}
 """What models of a type have and a small config would not."""
 
 
@@ -63,7 +73,7 @@ def tiny_config(model_type: str) -> Any:
     keys = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
     drops = [key for key, value in usual.to_dict().items() if "drop" in key and isinstance(value, float)]
     drops += [key for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop") if hasattr(usual, key)]
-    return type(usual)(**keys, **dict.fromkeys(drops, 0.0), **USUAL.get(model_type, {}))
+    return type(usual)(**{**keys, **dict.fromkeys(drops, 0.0), **USUAL.get(model_type, {})})
 
 
 def describe(config: Any) -> ModelSpec:
@@ -110,7 +120,8 @@ def write_documents(folder: Path) -> tuple[Source, Batch]:
 def plain_outcome(config: Any, source: Source) -> StepOutcome:
     """Return what plain transformers computes, document by document."""
     model = tiny_model(config)
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    capped = getattr(config, "attn_logit_softcapping", None)  # not by torch's own attention
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
     total, valid = 0.0, int(source.valid.sum())
     for document, length in enumerate(LENGTHS):
         ids, labels = (torch.tensor(np.array(each)) for each in source.rows(document, 0, length))

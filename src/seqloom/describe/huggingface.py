@@ -11,7 +11,10 @@ from seqloom.errors import SeqloomError
 
 Config = Mapping[str, Any]
 
-WAY_OUT = "describe the model in a .json or .toml file with the fields of ModelSpec"
+WAY_OUT = (
+    "describe the model in a .json or .toml file with the fields of ModelSpec, or install 'seqloom[train,hf]', which "
+    "reads the shapes of a folder from the model itself"
+)
 
 
 @dataclass(frozen=True, slots=True)

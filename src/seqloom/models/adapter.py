@@ -29,7 +29,7 @@ from torch.utils import swap_tensors
 from seqloom.attention import AttentionSpec, prepare_attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
-from seqloom.models.loss import CHUNK, HeadGradients, summed_loss
+from seqloom.models.loss import CHUNK, PRODUCTS, HeadGradients, Logits, summed_loss
 from seqloom.models.split_backward import WeightGradients
 from seqloom.models.transformer import Transformer
 from seqloom.plan import LayerRange
@@ -52,6 +52,7 @@ class ModelAdapter:
         layers: modules that are unsharded, resharded and recomputed one by one; each is called with the context.
         hidden: hidden(ids int64[tokens], context) -> [tokens, hidden] after the final norm.
         head: has `weight` [vocabulary, hidden]; maybe that of the token embedding.
+        logits: what they are of the products of hidden states and head.
         attention_specs: of the layers, each distinct one once, for `prepare`.
         embed: embed(ids int64[tokens], context) -> [tokens, hidden].
         body: body(hidden [tokens, hidden], context, first, stop) -> the same shape, after layers first .. stop - 1.
@@ -83,6 +84,7 @@ class ModelAdapter:
         "nobody has said along which axes, see ModelAdapter(.., tp_axes=, tp_divisors=, no_tp_reason='')"
     )
     deferred: DeferredParameters | None = None
+    logits: Logits = PRODUCTS
 
     @classmethod
     def of(cls, model: Transformer) -> ModelAdapter:
@@ -215,7 +217,8 @@ class ModelWithLoss(nn.Module):
         if not part.has_head:
             return states
         assert labels is not None  # rows of a part that ends are read with their labels
-        return summed_loss(states, cast("torch.Tensor", adapter.head.weight), labels, **self._options)
+        weight = cast("torch.Tensor", adapter.head.weight)
+        return summed_loss(states, weight, labels, **self._options, logits=adapter.logits)
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -47,6 +47,33 @@ class HeadGradients:
         self._sum = None
 
 
+class Logits(NamedTuple):
+    """What a model makes of the products of hidden states and head: cap * tanh(scale * product / cap).
+
+    Attributes:
+        scale: of the products.
+        cap: that logits stay below; None: no cap.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply(self, products: torch.Tensor, *, needs_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits, in the place of the products, and their derivative; None: it is 1, or not needed."""
+        if self == PRODUCTS:
+            return products, None
+        logits = products.mul_(self.scale)
+        if self.cap is None:
+            return logits, logits.new_tensor(self.scale) if needs_slope else None
+        shares = logits.div_(self.cap).tanh_()
+        slope = (1 - shares.square()).mul_(self.scale) if needs_slope else None
+        return shares.mul_(self.cap), slope
+
+
+PRODUCTS = Logits()
+"""The products themselves."""
+
+
 def summed_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -54,6 +81,7 @@ def summed_loss(
     *,
     chunk: int = CHUNK,
     head_gradients: HeadGradients | None = None,
+    logits: Logits = PRODUCTS,
 ) -> torch.Tensor:
     """Return the sum of the token losses, a scalar in float32 (float64 for float64).
 
@@ -65,10 +93,11 @@ def summed_loss(
         labels: int64[tokens], shifted already; `IGNORED` where the loss does not count.
         chunk: tokens whose logits exist at once.
         head_gradients: sums the weight's gradient with those of other calls until backward; None: a sum of its own.
+        logits: what they are of the products of hidden states and head.
     """
     _check(hidden, weight, labels, chunk)
     needs = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
-    return _SummedLoss.apply(hidden, weight, labels, chunk, needs or (False, False), head_gradients)
+    return _SummedLoss.apply(hidden, weight, labels, chunk, needs or (False, False), head_gradients, logits)
 
 
 def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -88,6 +117,7 @@ class _SummedLoss(torch.autograd.Function):
         chunk: int,
         needs: tuple[bool, bool],
         head_gradients: HeadGradients | None,
+        made: Logits,
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         token_losses = _losses_function(hidden.device, wide)
@@ -96,9 +126,11 @@ class _SummedLoss(torch.autograd.Function):
         dweight = (head_gradients or HeadGradients()).buffer(weight, wide) if needs[1] else None
         for start in range(0, len(hidden), chunk):
             rows = hidden[start : start + chunk]
-            logits = rows @ weight.T
+            logits, slope = made.apply(rows @ weight.T, needs_slope=any(needs))
             total += token_losses(logits, labels[start : start + chunk], IGNORED, any(needs)).sum()
-            if dhidden is not None:  # the logits are their own gradient now
+            if slope is not None:  # the logits are their own gradient now
+                logits.mul_(slope)
+            if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[start : start + chunk])
             if dweight is not None:
                 dweight += logits.T @ rows
@@ -116,7 +148,7 @@ class _SummedLoss(torch.autograd.Function):
         return (
             None if dhidden is None else dhidden * scale,
             None if dweight is None else (dweight * scale).to(ctx.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 

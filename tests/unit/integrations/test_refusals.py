@@ -84,11 +84,6 @@ CASES = {
         lambda: on_meta("Llama4ForCausalLM", "Llama4TextConfig", **SIZES),
         lambda: on_meta("DeepseekV32ForCausalLM", **{**SIZES, **MOE, **LATENT, "v_head_dim": 8}),
     ],
-    "logit soft-cap": [lambda: on_meta("Gemma2ForCausalLM", **GEMMA)],
-    "attention sinks": [lambda: on_meta("GptOssForCausalLM", **GEMMA)],
-    "values of another width than keys": [
-        lambda: on_meta("DeepseekV3ForCausalLM", **{**SIZES, **MOE, **LATENT, "v_head_dim": 6})
-    ],
     "positions that cannot be given": [lambda: on_meta("BloomForCausalLM", **BLOOM)],
     "RoPE by the longest sequence": [
         lambda: on_meta("LlamaForCausalLM", **SIZES, rope_parameters=rope("dynamic", factor=2.0)),
@@ -115,9 +110,6 @@ CASES = {
         lambda: tiny_model("mixtral", output_router_logits=True),
     ],
     "logits altered after the head": [
-        lambda: on_meta("Gemma2ForCausalLM", **GEMMA),
-        lambda: on_meta("CohereForCausalLM", **SIZES, logit_scale=0.5),
-        lambda: on_meta("GraniteForCausalLM", **SIZES, logits_scaling=2.0),
         lambda: on_meta("PhiForCausalLM", **SIZES),
         lambda: on_meta("BertLMHeadModel", **SIZES, is_decoder=True),
         lambda: lora(target_modules=["q_proj", "lm_head"]),

@@ -12,8 +12,9 @@ from seqloom.dist import bind, bind_single_rank, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, head, hidden_states, inputs, model_adapter
 from seqloom.layout import Span
+from seqloom.models.loss import PRODUCTS, Logits
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
-from support.tiny_models import MODELS, SIZES, documents, one_by_one, tiny_model
+from support.tiny_models import MODELS, SIZES, documents, one_by_one, randomised, tiny_model
 
 torch.set_num_threads(1)
 LENGTHS = [5, 3]
@@ -56,7 +57,8 @@ def test_the_call_spelt_out(model, ids, context):
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_hidden_states_and_head_give_the_logits(name, ids, context):
     model = attach(tiny_model(name))
-    weight, tied = head(model)
+    weight, tied, logits = head(model)
+    assert logits == PRODUCTS
     assert tied == (name == "llama-tied")
     assert weight is model.lm_head.weight and (weight is model.model.embed_tokens.weight) == tied
     logits = hidden_states(model, ids, context.positions, context) @ weight.T
@@ -178,7 +180,6 @@ def test_a_window_that_a_layer_keeps_to_itself_is_refused(ids, context):
 @pytest.mark.parametrize(
     ("keyword", "words"),
     [
-        ("s_aux", "sinks"),
         ("dropout", "dropout"),
         ("indices", "sparse"),
         ("is_causal", "causal"),
@@ -192,8 +193,36 @@ def test_what_a_layer_asks_for_and_the_engine_has_not_is_refused(keyword, words,
     value = {"dropout": 0.1, "is_causal": False}.get(keyword, torch.zeros(4))
     with pytest.raises(SeqloomError, match=words):
         attention_function(layer, q, k, k, None, seqloom_context=context, **{keyword: value})
-    with pytest.raises(SeqloomError, match="values of width 6"):
-        attention_function(layer, q, k, torch.zeros(1, 2, 8, 6), None, seqloom_context=context)
+
+
+def test_what_a_layer_asks_for_and_the_engine_has(model, context):
+    from seqloom.integrations.transformers.attach import attention_function
+
+    layer = model.model.layers[0].self_attn
+    q, k = torch.zeros(1, 4, 8, 4), torch.zeros(1, 2, 8, 4)
+    out, _ = attention_function(layer, q, k, torch.ones(1, 2, 8, 6), None, seqloom_context=context)
+    assert out.shape == (1, 8, 4, 6) and torch.allclose(out, torch.ones(()))
+    sinks = torch.zeros(4)  # as large as the logit of a key
+    out, _ = attention_function(layer, q, k, torch.ones(1, 2, 8, 4), None, seqloom_context=context, s_aux=sinks)
+    seen = torch.cat([torch.arange(1, length + 1) for length in LENGTHS])
+    assert torch.allclose(out[0, :, 0, 0], seen / (seen + 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "logits"),
+    [
+        ("Cohere", {"logit_scale": 0.25}, Logits(0.25)),
+        ("Granite", {"logits_scaling": 4.0}, Logits(0.25)),
+        ("Gemma2", {"final_logit_softcapping": 2.0, "head_dim": 4}, Logits(1.0, 2.0)),
+    ],
+)
+def test_the_head_says_what_the_model_makes_of_its_products(family, keys, logits, ids, context):
+    config = getattr(hf, f"{family}Config")(**SIZES, **keys, pad_token_id=0, attn_implementation="eager")
+    model = attach(randomised(getattr(hf, f"{family}ForCausalLM")(config), 0).double())
+    assert head(model).logits == logits
+    products = hidden_states(model, ids, context.positions, context) @ head(model).weight.T
+    made, _ = logits.apply(products, needs_slope=False)
+    assert torch.allclose(made, model(**inputs(ids, context.positions, context)).logits[0], rtol=1e-6)
 
 
 def test_a_mask_that_a_model_adds_is_refused():

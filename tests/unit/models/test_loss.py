@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from seqloom.errors import SeqloomError
-from seqloom.models.loss import IGNORED, HeadGradients, summed_loss, valid_tokens
+from seqloom.models.loss import IGNORED, HeadGradients, Logits, summed_loss, valid_tokens
 
 torch.set_num_threads(1)
 
@@ -156,3 +156,19 @@ def test_gradients_of_the_head_wait_together_for_the_next_backward():
     summed_loss(hidden, shared, labels, head_gradients=head_gradients)
     head_gradients.clear()
     assert head_gradients.take() is None
+
+
+@pytest.mark.parametrize("made", [Logits(0.3), Logits(1.0, 2.0), Logits(1.7, 0.5)], ids=str)
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_logits_that_a_model_scales_or_caps(made, chunk):
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=draw, dtype=torch.float64, requires_grad=True) for n in (10, 13))
+    labels = torch.randint(13, (10,), generator=draw)
+    labels[4] = -100
+    products = hidden @ weight.T * made.scale
+    logits = products if made.cap is None else made.cap * torch.tanh(products / made.cap)
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    loss = summed_loss(hidden, weight, labels, chunk=chunk, logits=made)
+    assert torch.allclose(loss, wanted, rtol=1e-13)
+    for found, truth in zip(*(torch.autograd.grad(each, (hidden, weight)) for each in (loss, wanted)), strict=True):
+        assert torch.allclose(found, truth, rtol=1e-11, atol=1e-13)

@@ -2,7 +2,7 @@
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
     hidden = hidden_states(model, ids, context.positions, context)
-    weight, tied = head(model)
+    weight, tied, logits = head(model)
     adapter = model_adapter(model)      # for plans with pipeline stages, tensor parallelism, sharded parameters
 
 Transformers looks attention and its mask up by name in registries; `attach` registers ours there and switches the
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.checks import check, unwrap
+from seqloom.integrations.transformers.checks import check, logits_of, unwrap
 from seqloom.integrations.transformers.layers import remap_layers, tp_layers
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
@@ -33,12 +33,12 @@ from seqloom.integrations.transformers.parts import (
 )
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
+from seqloom.models.loss import PRODUCTS, Logits
 
 NAME = "seqloom"
 """Under which our functions are registered in transformers."""
 CALL = "model(**seqloom.integrations.transformers.attach.inputs(ids, context.positions, context))"
 NOT_COMPUTED = {
-    "s_aux": "attention sinks",
     "position_bias": "a bias on logits",
     "indices": "a choice of keys (sparse attention)",
     "block_indices": "a choice of key blocks (sparse attention)",
@@ -53,6 +53,7 @@ class Head(NamedTuple):
 
     weight: nn.Parameter  # [vocabulary, hidden], the parameter itself
     tied: bool  # whether it is the embedding's parameter too
+    logits: Logits = PRODUCTS  # what the model makes of its products with hidden states
 
 
 def attach(model: Model) -> Model:
@@ -105,7 +106,8 @@ def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict
 def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
     """Return the input of an attached model's head, [tokens, hidden]: the logits are this @ head(model).weight.T.
 
-    For ids, positions and context see `inputs`.
+    Where a model scales or caps them, `head(model).logits` says so, for `summed_loss`. For ids, positions and context
+    see `inputs`.
     """
     decoder = unwrap(model).get_decoder()
     return drop_padding(decoder(**inputs(ids, positions, context)).last_hidden_state.squeeze(0), context.tokens)
@@ -115,7 +117,7 @@ def head(model: nn.Module) -> Head:
     """Return the output projection of an attached model. Call it in every step: sharding may exchange parameters."""
     causal = unwrap(model)
     weight = causal.get_output_embeddings().weight
-    return Head(weight, weight is causal.get_input_embeddings().weight)
+    return Head(weight, weight is causal.get_input_embeddings().weight, logits_of(causal))
 
 
 def model_adapter(model: nn.Module) -> ModelAdapter:
@@ -146,6 +148,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options |= {"tp_axes": tp_axes, "tp_divisors": tp_divisors, "no_tp_reason": ""}
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
+    options["logits"] = logits_of(causal)
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
 
 
@@ -174,11 +177,14 @@ def attention_spec(module: nn.Module) -> AttentionSpec | None:
     """Return the attention call that a module will make; None: it makes none, or uses other names."""
     config: Any = getattr(module, "config", None)
     heads, scale = getattr(config, "num_attention_heads", None), getattr(module, "scaling", None)
-    dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    names = ("qk_head_dim", "head_dim", "head_size")
+    dim = next((value for name in names if (value := getattr(module, name, None))), None)
     if not (isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float)):
         return None
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return AttentionSpec(heads, kv_heads, dim, _config_window(module, getattr(module, "layer_idx", None)), scale)
+    window = _config_window(module, getattr(module, "layer_idx", None))
+    wider = max(dim, getattr(module, "v_head_dim", None) or dim)
+    return AttentionSpec(heads, kv_heads, wider, window, scale, getattr(module, "attn_logit_softcapping", None))
 
 
 # What transformers calls instead of its own attention.
@@ -225,10 +231,10 @@ def attention_function(
         is_causal: only True, when a model says it.
         seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle.
         keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this
-            layer sees, itself included.
+            layer sees, itself included, `s_aux` are sinks, a logit for every head.
 
     Returns:
-        Output [1, tokens, heads, dim], and None for the attention weights, which never exist.
+        Output [1, tokens, heads, dim of values], and None for the attention weights, which never exist.
     """
     if seqloom_context is None:
         raise SeqloomError(
@@ -240,6 +246,7 @@ def attention_function(
     _check_call(module, query, key, value, attention_mask, causal, keywords)
     _check_window(module, keywords, compiled=isinstance(seqloom_context, torch.Tensor))
     options = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout, "softcap": softcap}
+    options["sinks"] = keywords.get("s_aux")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
         return attention(q, k, v, seqloom_context, **options)[None], None
@@ -283,11 +290,6 @@ def _check_call(
         )
     if not causal:
         raise SeqloomError(f"{name} asks for attention that is not causal; use a causal language model")
-    if value.shape[-1] != query.shape[-1]:
-        raise SeqloomError(
-            f"{name}: values of width {value.shape[-1]}, keys of width {key.shape[-1]}: the engine takes equal widths "
-            "only; use a model without latent attention (MLA)"
-        )
     for keyword, what in NOT_COMPUTED.items():
         if keywords.get(keyword) is not None:
             raise SeqloomError(f"{name} passes {keyword}: {what} is not computed here; use a model without it")

@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from seqloom.errors import SeqloomError
+from seqloom.models.loss import Logits
 
 SHOWN = 3
 """Places that a message names for one reason."""
@@ -29,8 +30,8 @@ STATE_CLASSES = re.compile(r"Mamba|SSM|Rwkv|LSTM|RecurrentBlock|Rglru|DeltaNet|L
 ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
 ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "z_loss_coefficient")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
+CAPS = ("logits_soft_cap", "output_logit_soft_cap")
+SCALES = ("lm_head_multiplier", "logits_mup_width_multiplier")
 
 Find = Callable[[nn.Module, Any], Iterable[str]]
 
@@ -168,36 +169,6 @@ def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
     yield from (name for name, module in causal.named_modules() if "Indexer" in type(module).__name__)
 
 
-@_refuse(
-    "logit soft-cap",
-    "attention caps logits, but models that ask for it have not been checked",
-    "use a model without it, for example one with QK norm",
-)
-def _softcap(model: nn.Module, causal: Any) -> Iterator[str]:
-    keys = vars(_text_config(causal))
-    yield from _set_keys(causal, *(key for key in keys if "softcap" in key and ATTENTION.search(key)))
-
-
-@_refuse(
-    "attention sinks", "attention has them, but models that use them have not been checked", "use a model without them"
-)
-def _sinks(model: nn.Module, causal: Any) -> Iterator[str]:
-    yield from (name for name, _ in causal.named_parameters() if "sink" in name.rpartition(".")[2])
-
-
-@_refuse(
-    "values of another width than keys",
-    "attention takes them, but models that have them (MLA) have not been checked",
-    "use a model with equal widths",
-)
-def _value_width(model: nn.Module, causal: Any) -> Iterator[str]:
-    for name, module in causal.named_modules():
-        values = getattr(module, "v_head_dim", None)
-        keys = getattr(module, "qk_head_dim", getattr(module, "head_dim", None))
-        if isinstance(values, int) and isinstance(keys, int) and values != keys:
-            yield f"{name}: values {values}, keys {keys}"
-
-
 # Positions.
 
 
@@ -274,7 +245,7 @@ def _router_loss(model: nn.Module, causal: Any) -> Iterator[str]:
 @_refuse(
     "logits altered after the head",
     "the loss is computed from hidden states and the weight of the head, without logits",
-    "use a model whose logits are hidden @ weight.T; leave the head out of adapters",
+    "use a model whose logits are hidden @ weight.T, scaled or capped; leave the head out of adapters",
 )
 def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
     config, head = _text_config(causal), causal.get_output_embeddings()
@@ -298,6 +269,13 @@ def _multi_token(model: nn.Module, causal: Any) -> Iterator[str]:
     for name, module in causal.named_modules():
         if re.search(r"Mtp|MTP", type(module).__name__):
             yield f"{name or 'the model'}: {type(module).__name__}"
+
+
+def logits_of(causal: Any) -> Logits:
+    """Return what a model makes of the products of hidden states and head, by the keys that say so."""
+    config = _text_config(causal)
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return Logits(scale, getattr(config, "final_logit_softcapping", None))
 
 
 def _text_config(causal: Any) -> Any:

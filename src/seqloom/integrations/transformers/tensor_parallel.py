@@ -45,6 +45,10 @@ def tensor_plan(
     that a tensor degree must divide. `causal` is the model of transformers in `model`.
     """
     names = {module: name for name, module in causal.named_modules()}
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in causal.named_parameters()):
+        raise NoTensorParallel("its attention has sinks, a number for every head, which no plan cuts")
+    if any(hasattr(module, "kv_lora_rank") for module in causal.modules()):
+        raise NoTensorParallel("its attention is latent (MLA), and a latent that all heads share is not cut")
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
     of_layers = tuple(_pattern(names[layer]) + "." for layer in layers)
     _check_styles({key: style for key, style in plan.items() if key.startswith(of_layers)})
