@@ -68,7 +68,8 @@ def outcome(config, cls):
     if model is None:
         return "not built"
     ids = [torch.arange(3, 3 + length) * 7 % 61 for length in LENGTHS]
-    model.set_attn_implementation("sdpa" if cls._supports_sdpa else "eager")
+    exact = cls._supports_sdpa and not getattr(model.config, "attn_logit_softcapping", None)  # sdpa leaves the cap out
+    model.set_attn_implementation("sdpa" if exact else "eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     places = [torch.arange(length)[None] for length in LENGTHS]
@@ -83,12 +84,15 @@ def outcome(config, cls):
         attach(model)
         context, rows = bind_single_rank(LENGTHS), torch.cat(ids)
         logits = model(**inputs(rows, context.positions, context)).logits[0]
-        headed = hidden_states(model, rows, context.positions, context) @ head(model).weight.T
+        weight, _, made = head(model)
+        products = hidden_states(model, rows, context.positions, context) @ weight.T
+        headed, _ = made.apply(products, needs_slope=False)
     except SeqloomError:
         return "refused"
     wanted = torch.cat(plain)
     far = max(float((found - wanted).norm() / wanted.norm()) for found in (logits, headed))
-    return "equal" if far < 1e-6 else f"wrong by {far:.1e}"  # parts of some models are float32
+    # parts of some models are float32, and the softmax of transformers' own eager attention is
+    return "equal" if far < (1e-6 if exact else 1e-5) else f"wrong by {far:.1e}"
 
 
 @pytest.fixture
