@@ -67,6 +67,7 @@ def test_loss_and_gradients_are_those_of_plain_layers(fresh, kinds):
     assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs g++")
 def test_machine_code_gives_the_same_numbers(fresh):
     step = replace(STEP, lengths=(20, 9, 17, 3))

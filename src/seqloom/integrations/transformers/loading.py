@@ -99,7 +99,12 @@ def describe_huggingface(config: Config) -> ModelSpec:
     """Return the shapes of the model of a folder: by its type, or by its modules where no table has the type."""
     folder = cast("Path", config.model.huggingface)
     known = not (folder / "config.json").is_file() or has_known_type(read_mapping(folder / "config.json"))
-    return load_model_spec(config) if known else describe_folder(folder)
+    if known:
+        return load_model_spec(config)
+    try:
+        return describe_folder(folder)
+    except SeqloomError as error:
+        raise SeqloomError(f"model.huggingface = {error}") from None
 
 
 HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface, describe_huggingface)
