@@ -8,6 +8,8 @@ SHELL := /bin/bash
 JOBS ?= 2
 # Processes that test kernels on one GPU at a time; most of their time compiles on a core.
 GPU_JOBS ?= 8
+# Pools of ranks that share one GPU at a time.
+NCCL_JOBS ?= 3
 # The first interpreter that runs and is new enough; override with `make PYTHON=/path/to/python demo`.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; \
@@ -19,6 +21,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 INPUTS := pyproject.toml constraints.txt
+# Traces of a step: other work on the GPU would move its kernels.
+ALONE := tests/nccl/test_overlap_nccl.py
 
 .PHONY: help demo test test-full test-gpu test-cluster lint format types layers bench wheel clean
 
@@ -38,7 +42,8 @@ test-full: lint layers types  ## the longer set: slow tests, more examples; logg
 
 test-gpu: $(DEV_READY)  ## kernels on a GPU, then 2, 4 and 8 ranks over NCCL that share it; without a GPU it says so
 	$(BIN)/python -m pytest -m gpu -n $(GPU_JOBS) -p no:cacheprovider --timeout=600 tests/gpu tests/distributed/test_cuda.py
-	$(BIN)/python -m pytest -m nccl -n 0 -p no:cacheprovider --timeout=600 tests/nccl
+	$(BIN)/python -m pytest -m nccl -n $(NCCL_JOBS) --dist worksteal -p no:cacheprovider --timeout=600 tests/nccl --ignore=$(ALONE)
+	$(BIN)/python -m pytest -m nccl -n 0 -p no:cacheprovider --timeout=600 $(ALONE)
 
 test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on this machine; needs root and iproute2
 	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=120 --session-timeout=240 tests/cluster

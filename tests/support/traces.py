@@ -92,6 +92,19 @@ class Trace:
         own = [kernel for kernel in self.of_verb(verb) if kernel.stream != compute[0].stream]
         return sum(bool(intersection([kernel.interval], busy)) for kernel in own) / len(own) if own else 0.0
 
+    def alone(self, verb: str) -> float:
+        """Return the share of such messages that run while the layers do not compute and no other message is under way.
+
+        Where another one is, the layers wait for that.
+        """
+        compute, messages = self.compute(), [kernel for kernel in self.kernels if kernel.verb is not None]
+        own = [kernel for kernel in self.of_verb(verb) if kernel.stream != compute[0].stream]
+
+        def others(message: Kernel) -> list[Interval]:
+            return [each.interval for each in (*compute, *messages) if each.stream != message.stream]
+
+        return sum(not intersection([each.interval], others(each)) for each in own) / len(own) if own else 0.0
+
     def waits_in(self, name: str) -> list[str]:
         """Return what waits for the GPU inside the ranges of this name."""
         inside = [interval for each, interval in self.ranges if each == name]

@@ -17,6 +17,8 @@ def test_what_runs_beside_what():
             event(send, 30, 60, stream=20),
             event(send, 40, 44),
             event("copy", 13, 16, stream=20),
+            event(send, 61, 64, stream=20),
+            event(send, 63, 66, stream=22),
             event("ncclDevKernel_AllGather_RING_LL(x)", 50, 55, stream=21),
             event("cudaStreamSynchronize", 26, 27, cat="cuda_runtime"),
             event("cudaLaunchKernel", 1, 2, cat="cuda_runtime"),
@@ -26,10 +28,11 @@ def test_what_runs_beside_what():
         ]
     )
     assert [kernel.verb for kernel in trace.kernels] == [
-        None, "SendRecv", None, None, "SendRecv", "SendRecv", "AllGather"
+        None, "SendRecv", None, None, "SendRecv", "SendRecv", "AllGather", "SendRecv", "SendRecv"
     ]  # fmt: skip
     assert [kernel.name for kernel in trace.compute()] == ["gemm", "attention"]
-    assert trace.beside("SendRecv") == 1 / 2 and trace.beside("AllGather") == 0.0 == trace.beside("AllReduce")
+    assert trace.beside("SendRecv") == 1 / 4 and trace.beside("AllGather") == 0.0 == trace.beside("AllReduce")
+    assert trace.alone("SendRecv") == 1 / 4 and trace.alone("AllGather") == 0.0 == trace.alone("AllReduce")
     assert trace.waits_in("forward") == ["cudaStreamSynchronize"] and not trace.waits_in("backward")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,22 +103,28 @@ class FlashOperator(NamedTuple):
     def of_fa4(cls) -> FlashOperator:
         """Load FlashAttention-4; what it compiles goes to its cache on disk, unless the environment says otherwise.
 
-        Its two private functions are all that takes a log-sum-exp of more keys than those of the call.
+        Its two private functions are all that takes a log-sum-exp of more keys than those of the call. One thread calls
+        at a time: a call may compile, and two threads that compile abort the process. Gradients are summed in a fixed
+        order where torch is told to use deterministic algorithms.
         """
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one of its parts about another
             interface = import_module("flash_attn.cute.interface")
         warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument")
+        calling = Lock()
 
         def forward(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            return interface._flash_attn_fwd(q, k, v, return_lse=True, **arguments)[:2]
+            with calling:
+                return interface._flash_attn_fwd(q, k, v, return_lse=True, **arguments)[:2]
 
         def backward(dout: torch.Tensor, saved: Saved, arguments: dict[str, Any]) -> Gradients:
             q, k, v, out, lse = saved
-            return interface._flash_attn_bwd(q, k, v, out, dout, lse, **arguments)
+            fixed_order = torch.are_deterministic_algorithms_enabled()
+            with calling:
+                return interface._flash_attn_bwd(q, k, v, out, dout, lse, deterministic=fixed_order, **arguments)
 
         return cls(forward, backward)
 

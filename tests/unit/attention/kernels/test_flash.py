@@ -1,7 +1,9 @@
 """Packed flash attention without a GPU: the real index work over a plain implementation of the same contract."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -53,7 +55,8 @@ class PlainFlashAttention4:
     """Stands in for `flash_attn.cute.interface`: unbounded is None, all tensors have one dtype."""
 
     def __init__(self):
-        self.masks = []
+        self.masks, self.deterministic = [], []
+        self._called = Lock()  # two threads that compile at a time would end the process
 
     def _packed(self, q, k, arguments):
         for cumulative, longest in (("cu_seqlens_q", "max_seqlen_q"), ("cu_seqlens_k", "max_seqlen_k")):
@@ -67,13 +70,17 @@ class PlainFlashAttention4:
         return packed(q, k, *lengths, causal, *bounds, arguments["softmax_scale"], arguments["softcap"] or None)
 
     def _flash_attn_fwd(self, q, k, v, *, return_lse, **arguments):
-        assert return_lse
+        assert return_lse and self._called.acquire(blocking=False)
         out, lse = self._packed(q, k, arguments).forward(q, k, v)
+        self._called.release()
         return out, lse, None, None, None
 
-    def _flash_attn_bwd(self, q, k, v, out, dout, lse, **arguments):
-        assert dout.dtype == out.dtype == q.dtype
-        return self._packed(q, k, arguments).backward(dout, Saved(q, k, v, out, lse))
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, deterministic, **arguments):
+        assert dout.dtype == out.dtype == q.dtype and self._called.acquire(blocking=False)
+        self.deterministic.append(deterministic)
+        found = self._packed(q, k, arguments).backward(dout, Saved(q, k, v, out, lse))
+        self._called.release()
+        return found
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -172,3 +179,22 @@ def test_fa4_is_built_for_every_kind_of_mask(plain_fa4, use, masks):
     for build in FlashAttention4().builds(shape, use):
         build()
     assert plain_fa4.masks == [mask for mask in masks for _ in range(2)]  # forward, backward
+
+
+def test_fa4_is_called_by_one_thread_at_a_time():
+    case, shape = Case(Segments.packed([40, 300]), 340, 340), AttentionShape(2, 1, 8, torch.float64, CPU, SCALE)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: kernel_errors(FlashAttention4(), case, shape), range(24)))
+    assert all(max(errors.values()) < 1e-12 for errors in found)
+
+
+def test_fa4_is_deterministic_where_torch_is_told_to_be(plain_fa4):
+    case, shape = Case(Segments.packed([4]), 4, 4), AttentionShape(2, 1, 8, torch.float64, CPU, SCALE)
+    plain_fa4.deterministic.clear()
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            kernel_errors(FlashAttention4(), case, shape)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert plain_fa4.deterministic == [False, True]
