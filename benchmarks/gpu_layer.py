@@ -70,7 +70,7 @@ def measure(layer, tokens: int, hidden: int, repeats: int = 12) -> float:
 def compare(name: str, cluster: Cluster) -> list[dict[str, float]]:
     """Measured and predicted ns per token of one layer of a model, for every number of tokens."""
     model = ModelSpec.load(name)
-    compute = Compute.build(Profile.for_device(cluster.device.name), cluster, model)
+    compute = Compute.build(Profile.for_device(cluster.device.name), cluster, model, float8=False)
     predicted = compute.linear(Checkpoint.NONE) / model.layers
     layer, rows = build_layer(model), []
     for tokens in TOKENS:

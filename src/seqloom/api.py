@@ -44,6 +44,7 @@ def cost_model(
     max_length: int | None = None,
     capacity: int | None = None,
     stages: int = 1,
+    float8: bool = False,
 ) -> CostModel:
     """Build the cost model that prices plans.
 
@@ -57,6 +58,7 @@ def cost_model(
             tables grow with it.
         capacity: tokens a GPU may hold in one round; None takes what fits in memory.
         stages: pipeline stages of the plans to come; with more than one, a model that fits only in stages is accepted.
+        float8: linear layers multiply in float8, but for the gradients of weights.
     """
     return CostModel(
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -67,6 +69,7 @@ def cost_model(
         max_length,
         capacity,
         stages,
+        float8=float8,
     )
 
 
@@ -80,6 +83,7 @@ def plan(
     sharding: Sharding | str = "full",
     budget_gib: float | None = None,
     max_length: int | None = None,
+    float8: bool = False,
     seed: int = 0,
     **options: Any,
 ) -> Plan:
@@ -98,7 +102,13 @@ def plan(
     from seqloom.planners import make_plan, requested_stages
 
     batch = _batch(lengths)
-    given = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    given = {
+        "profile": profile,
+        "sharding": sharding,
+        "budget_gib": budget_gib,
+        "max_length": max_length,
+        "float8": float8,
+    }
     stages = max(requested_stages([planner]), options.get("stages") or 1)
     cost = cost_model(cluster, model, **given, stages=stages)
     if max_length is not None and batch.longest > max_length:
@@ -119,13 +129,20 @@ def simulate(
     sharding: Sharding | str | None = None,
     budget_gib: float | None = None,
     max_length: int | None = None,
+    float8: bool = False,
 ) -> Simulation:
     """Simulate a plan: step time, idle and communication shares, memory, a timeline.
 
     Without ``sharding`` the plan's own is taken; the other arguments are those of :func:`cost_model`. A plan
     that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
     """
-    options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    options = {
+        "profile": profile,
+        "sharding": sharding,
+        "budget_gib": budget_gib,
+        "max_length": max_length,
+        "float8": float8,
+    }
     return _simulate(plan, cost_model_of(plan, cluster, model, **options))
 
 

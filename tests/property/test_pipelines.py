@@ -52,6 +52,14 @@ def test_pipelines_side_by_side(threads, data):
     assert max(differences(threads, step, plan, step.alone())) < 1e-9
 
 
+@settings(max_examples=8)
+@given(st.data())
+def test_random_orders_in_float8(threads, data):
+    step = data.draw(pipeline_steps()).in_float8()
+    plan = data.draw(pipeline_plans(step))
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9
+
+
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(st.data())

@@ -79,6 +79,18 @@ def test_models_of_transformers_with_two_layouts(threads, name, data):
 
 @settings(max_examples=20)
 @given(st.data())
+def test_random_plans_in_float8(threads, data):
+    """No scale spans tokens, so float8 is a function of every token by itself."""
+    step = data.draw(steps()).in_float8()
+    plan = data.draw(step_plans(step))
+    results = threads(plan.limits.ranks).run(lambda transport: step.spread(plan, transport))
+    wanted = step.alone()
+    assert wanted.loss != replace(step, float8=False).alone().loss
+    assert results[0].worst(wanted) < 1e-9
+
+
+@settings(max_examples=20)
+@given(st.data())
 def test_random_plans_in_float32(threads, data):
     """Against float64; a gradient that is zero but for rounding is measured against a twentieth of the largest."""
     exact = data.draw(steps())

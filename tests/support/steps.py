@@ -18,6 +18,7 @@ from seqloom.layout import Span
 from seqloom.models import Transformer, TransformerOptions
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers
+from seqloom.models.float8 import use_float8
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import IGNORED
 from seqloom.models.split_backward import defer_weight_gradients
@@ -69,6 +70,7 @@ class Step:
 
     Attributes:
         masked: share of the labels that do not count.
+        float8: linear layers multiply in float8.
     """
 
     lengths: tuple[int, ...]
@@ -76,6 +78,11 @@ class Step:
     options: TransformerOptions = TransformerOptions()  # noqa: RUF009 - frozen
     dtype: torch.dtype = torch.float64
     masked: float = 0.3
+    float8: bool = False
+
+    def in_float8(self) -> Step:
+        """Return the step with widths of the feed-forward layers, at least, that float8 takes."""
+        return replace(self, spec=replace(self.spec, ffn=32), float8=True)
 
     def model(self) -> Transformer:
         """Return the model, its attention far from uniform."""
@@ -83,6 +90,8 @@ class Step:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter *= 12 if parameter.ndim == 2 else 1
+        if self.float8:
+            assert use_float8(model.model.layers, narrowest=16)
         return model
 
     def model_adapter(self) -> ModelAdapter:

@@ -1,5 +1,6 @@
 """Private operators of torch: the day torch changes one, this file fails and says which."""
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -18,11 +19,12 @@ def test_torch_still_has_the_operators_as_we_call_them():
 
 @pytest.mark.parametrize("schema", compat.SCHEMAS)
 def test_a_change_is_named_with_both_signatures(schema):
-    changed = schema.replace("Tensor query,", "Tensor queries,")
+    first = re.search(r"Tensor \w+,", schema)[0]
+    changed = schema.replace(first, "Tensor other,")
     with pytest.raises(SeqloomError) as error:
         compat.check_operators([changed])
     assert f"expected {changed}" in str(error.value)
-    assert "Tensor query," in str(error.value).partition("got ")[2]
+    assert first in str(error.value).partition("got ")[2]
     assert torch.__version__ in str(error.value)
 
 

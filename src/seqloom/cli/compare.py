@@ -36,6 +36,7 @@ def compare(
     skip: shared.Skip = 0,
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,
+    float8: shared.Float8 = False,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     seed: shared.Seed = 0,
@@ -52,7 +53,13 @@ def compare(
     from seqloom.planners import requested_stages
 
     names = planner_names(planners)
-    options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    options = {
+        "profile": profile,
+        "sharding": sharding,
+        "budget_gib": budget_gib,
+        "max_length": max_length,
+        "float8": float8,
+    }
     cost = cost_model(cluster, shared.load_model(model), **options, stages=requested_stages(names))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)

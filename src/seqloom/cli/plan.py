@@ -51,6 +51,7 @@ def plan(
     skip: shared.Skip = 0,
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,
+    float8: shared.Float8 = False,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     out: Out = None,
@@ -73,7 +74,13 @@ def plan(
     shared.check_output(picture, "picture", (".svg",))
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
-    options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    options = {
+        "profile": profile,
+        "sharding": sharding,
+        "budget_gib": budget_gib,
+        "max_length": max_length,
+        "float8": float8,
+    }
     cost = cost_model(cluster, shared.load_model(model), **options, stages=1 if packs else requested_stages([planner]))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = _workload(source, batch_size, tokens_per_batch, skip)
@@ -110,6 +117,7 @@ def simulate(
     sharding: Annotated[str | None, Option(help="full, hybrid or none; without it, the plan's own.")] = None,
     max_length: Annotated[int | None, Option(help="Longest sequence of the run, tokens, as when planning.")] = None,
     budget_gib: shared.BudgetGib = None,
+    float8: shared.Float8 = False,
     picture: shared.Picture = None,
     json: shared.AsJson = False,
 ) -> None:
@@ -124,7 +132,13 @@ def simulate(
 
     shared.check_output(picture, "picture", (".svg",))
     loaded = Plan.load(plan)
-    options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    options = {
+        "profile": profile,
+        "sharding": sharding,
+        "budget_gib": budget_gib,
+        "max_length": max_length,
+        "float8": float8,
+    }
     cost = cost_model_of(loaded, cluster, shared.load_model(model), **options)
     evaluation = evaluate(loaded, cost)
     shared.report(

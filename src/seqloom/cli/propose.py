@@ -34,6 +34,7 @@ def propose(
     max_length: shared.MaxLength = None,
     profile: shared.Profile = None,
     budget_gib: shared.BudgetGib = None,
+    float8: shared.Float8 = False,
     sequences: Annotated[int, Option(help="Sequences that stand for the data; a file is read whole.")] = 20_000,
     steps: Annotated[int, Option(help="Steps of the data on which the strategies are tried.")] = 32,
     most: Annotated[int, Option(help="Strategies to propose, at most.")] = 8,
@@ -58,7 +59,7 @@ def propose(
     for name, value in counts.items():
         if value < 1:
             raise SeqloomError(f"--{name} {value}; give 1 or more")
-    options = {"profile": profile, "budget_gib": budget_gib, "max_length": max_length}
+    options = {"profile": profile, "budget_gib": budget_gib, "max_length": max_length, "float8": float8}
     cost = cost_model(cluster, shared.load_model(model), sharding="free", **options, stages=2)
     workload = shared.Workload.data_set(shared.Source(lengths, seed, max_length, column, tokenizer), sequences)
     data = workload.batches[0].lengths

@@ -46,6 +46,7 @@ Sharding = Annotated[
 BudgetGib = Annotated[
     float | None, Option(help="Memory per GPU that a plan may use; else the profile's, or 0.9 of the GPU's.")
 ]
+Float8 = Annotated[bool, Option("--float8", help="Linear layers multiply in float8, but for gradients of weights.")]
 Lengths = Annotated[str, Option(help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin.")]
 Skip = Annotated[int, Option(help="Batches to skip at the beginning.")]
 MaxLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens; longer ones are dropped first.")]
@@ -261,6 +262,7 @@ def cost_dict(cost: CostModel) -> dict[str, Any]:
         "profile": cost.profile.name,
         "sharding": cost.sharding.value,
         "budget_gib": cost.budget_bytes / GIB,
+        "float8": cost.float8,
     }
 
 
@@ -270,7 +272,7 @@ def cost_line(cost: CostModel) -> str:
 
     return (
         f"{cost.cluster.name}, {cost.model.name}, profile {cost.profile.name}, "
-        f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU"
+        f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
     )
 
 

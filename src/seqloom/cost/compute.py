@@ -115,9 +115,10 @@ class Compute:
     windows: tuple[tuple[int | None, int], ...]  # (window, layers that have it)
     causal: dict[int, LengthCurve]  # by number of forwards
     tile: dict[int, LengthCurve]
+    float8_speedup: float  # of the products that run in float8: all but those of weight gradients; 1: none do
 
     @classmethod
-    def build(cls, profile: AnalyticProfile, cluster: Cluster, model: ModelSpec) -> Compute:
+    def build(cls, profile: AnalyticProfile, cluster: Cluster, model: ModelSpec, *, float8: bool) -> Compute:
         """Take the device's spec memory bandwidth and the profile's efficiencies."""
         return cls(
             model,
@@ -126,6 +127,7 @@ class Compute:
             tuple(sorted(Counter(model.windows).items(), key=lambda item: item[0] or 0)),
             {forwards: LengthCurve.of(profile.attention, forwards) for forwards in (1, 2)},
             {forwards: LengthCurve.of(profile.tile, forwards) for forwards in (1, 2)},
+            profile.float8_speedup if float8 else 1.0,
         )
 
     def linear(self, checkpoint: Checkpoint) -> float:
@@ -144,7 +146,10 @@ class Compute:
         """
         passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
         touched = sum(layer.touched for layer in values)
-        return passes * (2 * parameters / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
+        if self.float8_speedup == 1.0:
+            return passes * (2 * parameters / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
+        products = 1 + (passes - 1) / self.float8_speedup  # the weights' gradients are not in float8
+        return products * 2 * parameters / (self.matmul_tflops * 1e3) + passes * 2 * touched / self.memory_gb_s
 
     @property
     def _matmul_parameters(self) -> int:
@@ -152,10 +157,15 @@ class Compute:
 
     @property
     def matmul_share(self) -> float:
-        """Share of ``linear`` that is matrix products; the rest is elementwise work."""
+        """The products of weight gradients over a third of ``linear``, without recomputation.
+
+        That is the share of ``linear`` that is matrix products, unless others than these are in float8.
+        """
         touched = sum(layer.touched for layer in layer_values(self.model))
         products, moves = self._matmul_parameters / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
-        return products / (products + moves)
+        if self.float8_speedup == 1.0:
+            return products / (products + moves)
+        return products / (products * (1 + 2 / self.float8_speedup) / 3 + moves)
 
     def head(self) -> float:
         """ns per token of the vocabulary projection and the loss, whose chunks are never recomputed."""

@@ -138,7 +138,7 @@ class AnalyticEngine(CostEngine):
         plain = candidate_shapes(cost.family, model.heads, model.kv_heads, tensor, cluster_family)
         nics = len(set(cluster.nic_of_gpu)) if tensor == 1 else 1  # tensor parallel stages have no routes
         budget = DEVICE_SHARE * cluster.device.memory_gib if budget_gib is None else budget_gib
-        compute = Compute.build(profile, cluster, model)
+        compute = Compute.build(profile, cluster, model, float8=cost.float8)
         reduces = (Reduce.ROUND, Reduce.STEP) if shards > 1 else (Reduce.STEP,)
         checkpoints = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
         return cls(

@@ -61,6 +61,7 @@ class CostModel:
         stages: with more than one (or free sharding), a model that only pipelines can hold is not refused here.
         tensor: tensor parallel degree of every stage; shapes have multiples of it as Ulysses.
         cluster_cost: the model of the whole cluster, if ``cluster`` is a submesh of it; see `for_submesh`.
+        float8: linear layers multiply in float8, but for the gradients of weights.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class CostModel:
         stages: int = 1,
         tensor: int = 1,
         cluster_cost: CostModel | None = None,
+        float8: bool = False,
     ) -> None:
         """Choose the engine of the profile's kind, and drop memory policies that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
@@ -85,12 +87,13 @@ class CostModel:
             raise unknown_name("sharding", str(sharding), list(Sharding))
         self.cluster, self.model, self.max_length = cluster, model, max_length
         self.context = max_length or DEFAULT_CONTEXT
-        self.sharding = Sharding(sharding)
+        self.sharding, self.float8 = Sharding(sharding), float8
         self.profile = Profile.resolve(profile, cluster.device.name)
         self.ranks, self.node_size, self.tensor = cluster.ranks, cluster.gpus_per_node, tensor
         self.family = GroupFamily(self.ranks, self.node_size)
         self.cluster_cost = self if cluster_cost is None else cluster_cost
         _require_tensor(self)
+        _require_float8(self)
         self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._submeshes: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
         sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
@@ -137,7 +140,8 @@ class CostModel:
                 sizes = [size for size in whole.family.sizes if ranks % size == 0]
                 raise _no_tensor_groups(whole, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
             part = whole.cluster.subcluster(ranks)
-            whole._submeshes[key] = CostModel(part, self.model, *self._settings, tensor=tensor, cluster_cost=whole)
+            own = {"tensor": tensor, "cluster_cost": whole, "float8": self.float8}
+            whole._submeshes[key] = CostModel(part, self.model, *self._settings, **own)
         return whole._submeshes[key]
 
     @property
@@ -352,6 +356,21 @@ def _require_tensor(cost: CostModel) -> None:
     if cost.tensor not in sizes:
         rule = "tensor parallel groups are blocks of the group family"
         raise _no_tensor_groups(cost, cost.ranks, cost.tensor, sizes, rule)
+
+
+def _require_float8(cost: CostModel) -> None:
+    """Refuse float8 where the profile has no constant for it, and where its scales would depend on the plan."""
+    if cost.float8 and cost.tensor > 1:
+        raise SeqloomError(
+            f"float8 with tensor degree {cost.tensor}: a tensor rank scales a part of a token's values, so the result "
+            "would depend on the plan; use tensor degree 1, or no float8"
+        )
+    speedup = cost.profile.float8_speedup if isinstance(cost.profile, AnalyticProfile) else 1.0
+    if cost.float8 and speedup == 1.0 and cost.cluster.device.name != "CPU":
+        raise SeqloomError(
+            f"float8 with profile {cost.profile.name}, which has no float8_speedup above 1: {cost.cluster.device.name} "
+            "has no such products, or nobody has said how fast they are; leave float8 out, or give a profile with it"
+        )
 
 
 def _no_tensor_groups(cost: CostModel, ranks: int, tensor: int, sizes: Sequence[int], rule: str) -> SeqloomError:

@@ -2,6 +2,7 @@
 
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers
+from seqloom.models.float8 import use_float8
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import summed_loss
 from seqloom.models.split_backward import defer_weight_gradients
@@ -17,4 +18,5 @@ __all__ = [
     "defer_weight_gradients",
     "recompute_layers",
     "summed_loss",
+    "use_float8",
 ]

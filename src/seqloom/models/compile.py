@@ -37,6 +37,7 @@ from seqloom.dist import Context
 from seqloom.dist.rank_tokens import TokenRedistribute
 from seqloom.dist.rows import take
 from seqloom.errors import SeqloomError
+from seqloom.models.float8 import allow_in_graphs
 from seqloom.models.layer_wrapper import LayerWrapper
 
 INDUCTOR_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
@@ -62,6 +63,7 @@ def _compiled_body(layer_class: type[nn.Module], backend: str) -> Callable[..., 
     """Return the compiled forward of a class of layers: one, since a graph is for one class."""
     with _REGISTERING:
         register_operator()
+        allow_in_graphs()
     options = inductor_options(INDUCTOR_OPTIONS) if backend == "inductor" else None
     return torch.compile(layer_class.forward, dynamic=True, backend=backend, options=options)
 

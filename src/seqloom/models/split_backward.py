@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from seqloom.errors import SeqloomError
+from seqloom.models.float8 import linear_products
 
 
 class WeightGradients:
@@ -92,7 +92,7 @@ def defer_weight_gradients(layers: Iterable[nn.Module]) -> WeightGradients:
 
 def _split_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or not layer.weight_gradients.enabled or not torch.is_grad_enabled():
-        return linear(input, layer.weight, layer.bias)
+        return linear_products(layer).linear(input, layer.weight, layer.bias)
     return _SplitLinear.apply(input, layer.weight, layer.bias, layer)
 
 
@@ -105,7 +105,7 @@ class _SplitLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.layer = layer
-        return linear(input, weight, bias)
+        return linear_products(layer).output(input, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -113,7 +113,7 @@ class _SplitLinear(torch.autograd.Function):
         grad_output, (input, weight) = grad_outputs[0], ctx.saved_tensors  # under checkpointing this recomputes `input`
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_input = (rows @ weight).view(input.shape) if needs_input else None
+        grad_input = linear_products(ctx.layer).input_gradient(rows, weight).view(input.shape) if needs_input else None
         # The parameters themselves: under checkpointing the saved weight is a copy of them that has no gradient.
         layer = ctx.layer
         call = _LinearCall(

@@ -102,9 +102,16 @@ class Model:
     """What layers compute in. With bfloat16 the optimiser's parameters and all sums are float32."""
     compile: Annotated[bool, Strict()] = False
     """Compile the bodies of layers with torch.compile: slow first steps, then faster ones and less memory."""
+    float8: Annotated[bool, Strict()] = False
+    """Linear layers multiply in float8, but for the gradients of weights; needs bfloat16, gains where compiled."""
 
     def __post_init__(self) -> None:
         _require_one(self, "model", "spec", "huggingface")
+        if self.float8 and self.dtype != "bfloat16":
+            raise SeqloomError(
+                f"model.float8 = true with model.dtype = {self.dtype!r}: products in float8 return bfloat16; set dtype "
+                "to 'bfloat16', or float8 to false"
+            )
         if self.parameters is not None and self.spec is None:
             raise SeqloomError(
                 f"model.parameters = {str(self.parameters)!r} beside model.huggingface, whose folder has parameters of "

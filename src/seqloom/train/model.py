@@ -18,7 +18,14 @@ from torch import nn
 
 from seqloom.cost import CostModel
 from seqloom.dist import Transport
-from seqloom.models import ModelAdapter, Transformer, compile_layers, defer_weight_gradients, recompute_layers
+from seqloom.models import (
+    ModelAdapter,
+    Transformer,
+    compile_layers,
+    defer_weight_gradients,
+    recompute_layers,
+    use_float8,
+)
 from seqloom.models.adapter import DeferredParameters
 from seqloom.models.files import load_options, model_config, parameter_reader, write_model
 from seqloom.params import FSDPParameters, Parameters, PipelineFSDP, Placement, ReshardingParameters
@@ -74,11 +81,15 @@ def parameter_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32, dtype) if dtype == torch.bfloat16 else (dtype, None)
 
 
-def prepare_layers(adapter: ModelAdapter, *, compiled: bool = False, split_backward: bool = True) -> ModelAdapter:
+def prepare_layers(
+    adapter: ModelAdapter, *, compiled: bool = False, split_backward: bool = True, float8: bool = False
+) -> ModelAdapter:
     """Change the layers in place so that they recompute and split their backward as plans ask for.
 
     Plans of one stage never split backwards, and do not need `split_backward`.
     """
+    if float8:
+        use_float8(adapter.layers)
     if compiled:
         compile_layers(adapter.layers)
     recompute_layers(adapter.layers)

@@ -181,7 +181,8 @@ def make_cost_model(config: Config, spec: ModelSpec, ranks: int, longest: int) -
     if stages == "auto" or plan.sharding == Sharding.FREE:
         stages = 2  # perhaps only a pipeline holds the model
     memory = (plan.budget_gib, config.data.max_length or longest, plan.capacity)
-    return CostModel(cluster, spec, plan.profile, plan.sharding, *memory, stages=int(stages))
+    options = {"stages": int(stages), "float8": config.model.float8}
+    return CostModel(cluster, spec, plan.profile, plan.sharding, *memory, **options)
 
 
 # ---- Planners

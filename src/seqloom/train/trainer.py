@@ -39,6 +39,7 @@ from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
+from seqloom.models.float8 import check_float8
 from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
@@ -120,10 +121,13 @@ class Trainer(AbstractContextManager):
         """Build the model, shard its parameters and make the optimiser."""
         config, setup = self.config, self.setup
         self._start.enter("loading the model")
+        if config.model.float8:
+            check_float8(self.device)
         parameter_dtype, compute_dtype = parameter_dtypes(config)
         self._compute_dtype = compute_dtype or parameter_dtype
         adapter = self._model_family.build(config, self.device, parameter_dtype)
-        self.adapter = prepare_layers(adapter, compiled=config.model.compile, split_backward=setup.planners.multi_stage)
+        options = {"compiled": config.model.compile, "float8": config.model.float8}
+        self.adapter = prepare_layers(adapter, **options, split_backward=setup.planners.multi_stage)
         stages = setup.planners.stages
         self.parameters = shard_parameters(self.adapter, self.transport, stages, setup.cost, compute_dtype)
         self.optimiser = make_optimiser(self.parameters.master_weights(), config.optimiser)

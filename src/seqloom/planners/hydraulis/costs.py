@@ -67,11 +67,12 @@ def config_costs(cost: CostModel, longest: int) -> dict[ParallelConfig, ConfigCo
 def legal_configs(cost: CostModel) -> Iterator[ParallelConfig]:
     """Yield every config that the model's heads, widths and layers and the cluster's nodes allow.
 
-    Tensor ranks stay inside a node. Beyond them a stage spreads documents over heads as far as these reach, in its
-    node where it can, and over positions from there on.
+    Tensor ranks stay inside a node; with float8 there are none. Beyond them a stage spreads documents over heads as far
+    as these reach, in its node where it can, and over positions from there on.
     """
     node = cost.node_size
-    for tensor in (degree for degree in cost.model.tensor_degrees if degree <= node and node % degree == 0):
+    degrees = (1,) if cost.float8 else cost.model.tensor_degrees
+    for tensor in (degree for degree in degrees if degree <= node and node % degree == 0):
         for stages in (count for count in STAGES if count <= cost.model.layers):
             for width in (size for size in cost.family.sizes if size % tensor == 0):
                 if fits_nodes(ParallelConfig(stages, tensor, width // tensor), cost.ranks, node):
