@@ -15,10 +15,16 @@ COMMON = {"tie_word_embeddings": True, "max_position_embeddings": 131_072, "head
 QWEN = {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
 LLAMA = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LLAMA_8B = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-1.7b": lambda: Qwen3Config(**COMMON | QWEN | HEADS),
     "llama-1.3b": lambda: LlamaConfig(**COMMON | LLAMA | HEADS),  # Llama 3.2 1B with heads of 128 instead of 64
+    "llama3-8b": lambda: LlamaConfig(
+        **COMMON | LLAMA_8B | {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    ),
+    "small": lambda: LlamaConfig(**COMMON | SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "tiny": lambda: Qwen3Config(**COMMON | TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
 }
 

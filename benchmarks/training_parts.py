@@ -13,12 +13,11 @@ from common import Check, progress
 from gpu_packs import drawn_packs
 from training_inputs import Pack, Step
 from training_rivals import PACKED, Rival, missing
-from training_sides import Sides
+from training_sides import OURS, Sides
 
 SOURCES = ("wikipedia", "prolong", "github")
 PEAK = 989e12
 DOCUMENTS = Rival("documents", "plain")
-OURS = "ours"
 
 
 class Run:

@@ -22,15 +22,20 @@ from seqloom.dist import Context, SingleRankTransport, bind_single_rank
 from seqloom.engine import bind_plan, run_step
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span
-from seqloom.models import compile_layers, recompute_layers, summed_loss
+from seqloom.models import ModelAdapter, summed_loss
 from seqloom.params import ReplicatedParameters, scale_gradients
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
+from seqloom.train.model import prepare_layers
 
+OURS, FLOAT8 = "ours", "float8"
 CLIP, CHUNK, GIB = 1.0, 4096, 2**30
 
 
 class Sides:
-    """A model with all sides around it: "ours", the engine, whose layers are compiled if asked for, and rivals."""
+    """A model with all sides around it: "ours", the engine, whose layers are compiled if asked for, and rivals.
+
+    "float8" is the engine with linear layers in float8.
+    """
 
     def __init__(self, name: str, device: torch.device, *, compiled: bool) -> None:
         self.device, self.config = device, CONFIGS[name]()
@@ -39,16 +44,24 @@ class Sides:
             plain: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16).train()
         self.parameters = list(plain.parameters())
         self._model, self._rivals = plain, dict[Rival, Any]()
-        self.adapter = model_adapter(attach(self._copy()))
-        if compiled:
-            compile_layers(self.adapter.layers)
-        recompute_layers(self.adapter.layers)
-        self.engine = ReplicatedParameters(self.adapter, SingleRankTransport(), chunk=CHUNK)
+        self._compiled, self._engines = compiled, dict[str, ReplicatedParameters]()
+        self.adapter = self._prepared()
+        self._engines[OURS] = ReplicatedParameters(self.adapter, SingleRankTransport(), chunk=CHUNK)
         self.optimiser = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)
 
     def _copy(self) -> Any:
         """Another module with the same parameters."""
         return copy.deepcopy(self._model, {id(each): each for each in self.parameters})
+
+    def _prepared(self, **options: bool) -> ModelAdapter:
+        """Another module with the same parameters, its layers as the engine runs them."""
+        adapter = model_adapter(attach(self._copy()))
+        return prepare_layers(adapter, compiled=self._compiled, split_backward=False, **options)
+
+    def _engine_of(self, side: str) -> ReplicatedParameters:
+        if side not in self._engines:
+            self._engines[side] = ReplicatedParameters(self._prepared(float8=True), SingleRankTransport(), chunk=CHUNK)
+        return self._engines[side]
 
     def pack(self, lengths: list[int]) -> Pack:
         """Documents of random tokens."""
@@ -73,7 +86,10 @@ class Sides:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        loss, norm = self._plain(model, side, pack) if isinstance(side, Rival) else self._engine(pack, keep)
+        if isinstance(side, Rival):
+            loss, norm = self._plain(model, side, pack)
+        else:
+            loss, norm = self._engine(self._engine_of(side), pack, keep)
         self.optimiser.step()
         self.optimiser.zero_grad()
         if cuda:
@@ -91,7 +107,7 @@ class Sides:
         found = self.adapter.hidden(ids, bind_single_rank(pack.lengths, device=self.device)).float()
         return tuple(float((one - oracle).norm() / oracle.norm()) for one in (found, wanted))
 
-    def _engine(self, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
+    def _engine(self, engine: ReplicatedParameters, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
         """One round on one rank, run as in training."""
         spans = tuple(Span(number, 0, length) for number, length in enumerate(pack.lengths))
         rounds = [Round((StageMicroBatch((Group((0,), 1, 1, spans),), keep),))]
@@ -99,8 +115,8 @@ class Sides:
         pipeline = Pipeline.single((0,), self.config.num_hidden_layers, rounds, Reduce.STEP)
         plan = Plan(limits, Sharding.NONE, Reduce.STEP, tuple(pack.lengths), (pipeline,), "benchmark")
         bound = bind_plan(plan, SingleRankTransport(), device=self.device, prepare=self._prepare)
-        result = run_step(bound, self.engine, lambda context: self._upload(pack), pack.valid)
-        scale_gradients(self.engine, min(1.0, CLIP / result.gradient_norm))
+        result = run_step(bound, engine, lambda context: self._upload(pack), pack.valid)
+        scale_gradients(engine, min(1.0, CLIP / result.gradient_norm))
         return result.loss, result.gradient_norm
 
     def _prepare(self, context: Context) -> None:

@@ -68,6 +68,28 @@ def trained(run_command, place: Path, run: str, *words: str, **settings: object)
     return json.loads(result.stdout), [record.loss for record in read_steps(place / run / "metrics.jsonl")]
 
 
+@pytest.mark.slow
+def test_float8_learns_as_bfloat16_does_and_resumes(place):
+    """Two ranks, compiled layers, a checkpoint of one kind that the other goes on from."""
+    (place / "wide.toml").write_text(TINY.replace("hidden = 16", "hidden = 256").replace("ffn = 24", "ffn = 256"))
+    wide = {"model.spec": place / "wide.toml", "model.dtype": "bfloat16", "evaluation.every": 0, "run.ranks": 2}
+    losses = {}
+    for kind in ("false", "true"):
+        settings = wide | {"model.float8": kind, "model.compile": kind}
+        done = seqloom(*command(place, f"float8-{kind}", settings))
+        assert done.returncode == 0, done.stderr
+        losses[kind] = [step.loss for step in read_steps(place / f"float8-{kind}" / "metrics.jsonl")]
+    assert losses["true"] != losses["false"]
+    np.testing.assert_allclose(losses["true"], losses["false"], rtol=0.01)
+    done = seqloom(*command(place, "float8-false", wide | {"model.float8": "true", "run.steps": STEPS + 1}))
+    assert done.returncode == 0, done.stderr
+    words = command(place, "refused", {"model.float8": "true", "model.dtype": "bfloat16"})
+    assert "linear layers has widths" in seqloom("check", *words[1:]).stderr
+    done = seqloom(*words)
+    assert done.returncode == 2 and "linear layers has widths" in done.stderr, done.stderr
+    assert "rank" not in done.stderr  # none has started
+
+
 @pytest.fixture(scope="module")
 def whole(seqloom_here, place):
     """A run on two ranks from beginning to end."""

@@ -41,8 +41,8 @@ def check(
 
     loaded = Config.load(config, overrides or [])
     run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches, _describe)
-    if loaded.model.huggingface is not None:
-        _check_huggingface(loaded, with_stages=run.setup.planners.multi_stage)
+    if loaded.model.huggingface is not None or loaded.model.float8:
+        _check_layers(loaded, with_stages=run.setup.planners.multi_stage)
     with shared.planning_progress(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
         planned = predict_steps(run, progress)
     notes = find_warnings(run, planned[0])
@@ -62,17 +62,24 @@ def _describe(config: Config) -> ModelSpec:
     return load_model_spec(config) if folder is None else shared.load_model(folder)
 
 
-def _check_huggingface(config: Config, *, with_stages: bool) -> None:
-    """Refuse a Hugging Face model that the engine cannot run, or not in stages. Loads no weights."""
-    import_extra("a Hugging Face model", "train,hf", "torch")
+def _check_layers(config: Config, *, with_stages: bool) -> None:
+    """Refuse a model that the engine cannot run, or not in stages, or not in float8. Loads no weights."""
+    if config.model.huggingface is not None:
+        import_extra("a Hugging Face model", "train,hf", "torch")
+        from seqloom.integrations.transformers.loading import build_huggingface as build
+    else:
+        import_extra("model.float8", "train", "torch")
+        from seqloom.train.model import build_reference as build
     import torch
 
-    from seqloom.integrations.transformers.loading import build_huggingface
+    from seqloom.models import use_float8
     from seqloom.train.model import check_splits
 
-    adapter = build_huggingface(config, torch.device("meta"), torch.float32)
+    adapter = build(config, torch.device("meta"), torch.float32)
     if with_stages:
         check_splits(adapter)
+    if config.model.float8:
+        use_float8(adapter.layers)
 
 
 def _as_dict(

@@ -45,6 +45,7 @@ from seqloom.dist import (
 )
 from seqloom.dist.process_group import check_gpus, node_size, ranks_per_gpu, shares_gpu
 from seqloom.errors import LeftEarly, SeqloomError
+from seqloom.models import use_float8
 from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.planners.plan_ahead import end_with_parent
@@ -133,6 +134,8 @@ def train_on_processes(
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
     if setup.planners.multi_stage:
         check_splits(model, setup.planners.tensor_degrees)
+    if config.model.float8:
+        use_float8(model.layers)
     summary = run_on_processes(
         *(_train, ranks, config, model_family, show),
         preload=model_family.build.__module__,
