@@ -32,10 +32,7 @@ CLIP, CHUNK, GIB = 1.0, 4096, 2**30
 
 
 class Sides:
-    """A model with all sides around it: "ours", the engine, whose layers are compiled if asked for, and rivals.
-
-    "float8" is the engine with linear layers in float8.
-    """
+    """A model with all sides around it: "ours" and "float8", the engine, layers compiled if asked for; and rivals."""
 
     def __init__(self, name: str, device: torch.device, *, compiled: bool) -> None:
         self.device, self.config = device, CONFIGS[name]()
@@ -44,23 +41,20 @@ class Sides:
             plain: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16).train()
         self.parameters = list(plain.parameters())
         self._model, self._rivals = plain, dict[Rival, Any]()
-        self._compiled, self._engines = compiled, dict[str, ReplicatedParameters]()
-        self.adapter = self._prepared()
-        self._engines[OURS] = ReplicatedParameters(self.adapter, SingleRankTransport(), chunk=CHUNK)
+        self._compiled, self._engines = compiled, dict[str, tuple[ModelAdapter, ReplicatedParameters]]()
+        self.adapter = self._engine_of(OURS)[0]
         self.optimiser = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)
 
     def _copy(self) -> Any:
         """Another module with the same parameters."""
         return copy.deepcopy(self._model, {id(each): each for each in self.parameters})
 
-    def _prepared(self, **options: bool) -> ModelAdapter:
-        """Another module with the same parameters, its layers as the engine runs them."""
-        adapter = model_adapter(attach(self._copy()))
-        return prepare_layers(adapter, compiled=self._compiled, split_backward=False, **options)
-
-    def _engine_of(self, side: str) -> ReplicatedParameters:
+    def _engine_of(self, side: str) -> tuple[ModelAdapter, ReplicatedParameters]:
+        """Another module with the same parameters, as the engine runs it."""
         if side not in self._engines:
-            self._engines[side] = ReplicatedParameters(self._prepared(float8=True), SingleRankTransport(), chunk=CHUNK)
+            options = {"compiled": self._compiled, "split_backward": False, "float8": side == FLOAT8}
+            adapter = prepare_layers(model_adapter(attach(self._copy())), **options)
+            self._engines[side] = adapter, ReplicatedParameters(adapter, SingleRankTransport(), chunk=CHUNK)
         return self._engines[side]
 
     def pack(self, lengths: list[int]) -> Pack:
@@ -86,10 +80,7 @@ class Sides:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        if isinstance(side, Rival):
-            loss, norm = self._plain(model, side, pack)
-        else:
-            loss, norm = self._engine(self._engine_of(side), pack, keep)
+        loss, norm = self._plain(model, side, pack) if isinstance(side, Rival) else self._engine(side, pack, keep)
         self.optimiser.step()
         self.optimiser.zero_grad()
         if cuda:
@@ -107,8 +98,9 @@ class Sides:
         found = self.adapter.hidden(ids, bind_single_rank(pack.lengths, device=self.device)).float()
         return tuple(float((one - oracle).norm() / oracle.norm()) for one in (found, wanted))
 
-    def _engine(self, engine: ReplicatedParameters, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
+    def _engine(self, side: str, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
         """One round on one rank, run as in training."""
+        _, engine = self._engine_of(side)
         spans = tuple(Span(number, 0, length) for number, length in enumerate(pack.lengths))
         rounds = [Round((StageMicroBatch((Group((0,), 1, 1, spans),), keep),))]
         limits = Limits(1, 1, self.config.num_attention_heads, ((keep, len(pack.ids)),))

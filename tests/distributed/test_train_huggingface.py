@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from seqloom.data import StoreWriter
 from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy, strategies_to_json
 from seqloom.train.logging import read_steps
-from support.tiny_models import VOCABULARY, tiny_model
+from support.runs import logged
+from support.tiny_models import VOCABULARY, randomised, tiny_model
 
 pytestmark = pytest.mark.distributed
 RECIPE = (Path(__file__).parents[2] / "recipes" / "tiny-cpu.toml").read_text()
@@ -102,6 +103,25 @@ def test_the_tokenizer_comes_along_and_nothing_half_written_stays(place, two):
     names = {path.name for path in (place / "two" / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= names
     assert not list((place / "two").glob(".model*"))
+
+
+@pytest.mark.slow
+def test_dropout_is_the_same_on_any_number_of_ranks(seqloom_here, place):
+    """A token is dropped for what it is; evaluation drops nothing; another seed drops others."""
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.3))
+    randomised(model, 0).double().save_pretrained(place / "gpt2")
+    options = {"model__huggingface": place / "gpt2"}
+    one = trained(seqloom_here, place, "dropout-1", "--ranks", "1", plan__planner="static", **options)
+    three = trained(
+        seqloom_here, place, "dropout-3", "--ranks", "3", plan__planner="flex", plan__capacity=40, **options
+    )
+    assert np.allclose(one, three, rtol=1e-9, atol=0)
+    evaluated = [logged(place / run, "evaluation_loss") for run in ("dropout-1", "dropout-3")]
+    assert evaluated[0] and np.allclose(*evaluated, rtol=1e-9, atol=0)
+    words = command(place, "none", "--ranks", "3", "--planners", "static,flex", **options)[1:]
+    verified = seqloom_here("verify", *words)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
 @pytest.mark.slow

@@ -21,7 +21,11 @@ SUPPORTED = (
     ("logit soft-cap, attention sinks, values of another width than keys (latent attention)", "computed by the engine"),
     ("tied and untied heads", "`head(model)` says which"),
     ("logits scaled or capped after the head", "inside the loss: `head(model).logits` says how"),
-    ("LoRA through peft (dropout 0)", "attach the wrapped model"),
+    ("LoRA through peft", "attach the wrapped model"),
+    (
+        "dropout modules in layers, those of LoRA among them",
+        "the same elements under every plan; `bind(dropout_seed=step)`",
+    ),
     ("gradient checkpointing", "`gradient_checkpointing_enable()`, or torch.utils.checkpoint"),
 )
 """Features, and how they are supported; tests/property/test_transformers*.py has each of them."""

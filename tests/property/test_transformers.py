@@ -1,7 +1,10 @@
 """Hugging Face models on any ulysses x ring: logits and gradients of plain transformers, document by document."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,11 +13,12 @@ from torch.nn.functional import cross_entropy
 
 from seqloom.dist import bind, run_ranks
 from seqloom.integrations.transformers import attach, head, hidden_states, inputs, model_adapter
-from seqloom.layout import Span
+from seqloom.layout import Layout, Span
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import summed_loss
-from seqloom.plan import Checkpoint, Group, StageMicroBatch
-from support.tiny_models import MODELS, VOCABULARY, documents, gradients, one_by_one, targets, tiny_model
+from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
+from support.dropout import expected_mask
+from support.tiny_models import MODELS, VOCABULARY, documents, gradients, one_by_one, randomised, targets, tiny_model
 
 torch.set_num_threads(1)
 SHAPES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
@@ -45,22 +49,26 @@ def local(ids, context):
     return torch.cat([ids[d][a:b] for d, a, b in context.spans] or [torch.empty(0, dtype=torch.int64)])
 
 
-def spread(model, ids, groups, *, by_logits=True, keep=None):
+def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=None):
     """Run on the strict transport. Returns the logits of every document, and gradients summed over ranks.
 
     Args:
         by_logits: take the logits from the model call, not from hidden states and head.
         keep: checkpointing by the runtime, or None.
+        linear: who holds which tokens for the MLP; None: those of attention.
+        seed: of dropout.
     """
     ranks = 1 + max(rank for group in groups for rank in group.ranks)
     models = [attach(copy.deepcopy(model)) for _ in range(ranks)]
     work = StageMicroBatch(groups, keep or Checkpoint.NONE)
-    if keep:
+    if linear is not None:
+        work = replace(work, linear=linear, remap=Remap.MLP)
+    if keep or linear is not None:
         for own in models:
             recompute_layers(model_adapter(own).layers)
 
     def body(transport):
-        own, context = models[transport.rank], bind(work, transport)
+        own, context = models[transport.rank], bind(work, transport, dropout_seed=seed)
         rows, labels = local(ids, context), local([targets(each) for each in ids], context)
         if by_logits:
             logits = own(**inputs(rows, context.positions, context)).logits[0, : context.tokens]
@@ -130,6 +138,70 @@ def test_gradients_of_lora_adapters_equal_those_of_plain_transformers(case, by_l
     wanted = reference(model, ids)
     assert wanted[1] and all("lora_" in name for name in wanted[1])
     assert_equal(spread(model, ids, groups, by_logits=by_logits), wanted, 1e-9)
+
+
+def with_expected_dropout(model, seed):
+    """Have plain transformers drop what it should, given one document after the other."""
+    plain = copy.deepcopy(model)
+    modules = [each for each in plain.modules() if type(each) is torch.nn.Dropout and each.p]
+    layers, calls = plain.config.num_hidden_layers, [0] * len(modules)
+    assert modules and len(modules) % layers == 0
+
+    def drop(number, module, x):
+        document, rows, features = calls[number], x.shape[-2], x.shape[-1]
+        calls[number] += 1
+        mask = expected_mask(seed, np.full(rows, document), np.arange(rows), number, features, module.p)
+        return x * torch.from_numpy(mask).to(x.dtype)
+
+    for number, module in enumerate(modules):
+        module.forward = partial(drop, number, module)
+    return plain
+
+
+def lora_with_dropout():
+    from peft import LoraConfig, get_peft_model
+
+    targets_of = ["q_proj", "v_proj", "down_proj"]
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, lora_dropout=0.3, target_modules=targets_of))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def gpt2_with_dropout():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.4)
+    return randomised(GPT2LMHeadModel(config), 0).double().train()
+
+
+@pytest.mark.parametrize("build", [lora_with_dropout, gpt2_with_dropout])
+@settings(max_examples=12)
+@given(
+    case=works(),
+    seed=st.integers(0, 2**40),
+    keep=st.sampled_from([None, "transformers", Checkpoint.SELECTIVE, Checkpoint.FULL]),
+    by_logits=st.booleans(),
+    moves=st.booleans(),
+)
+def test_dropout_does_not_depend_on_the_plan(build, case, seed, keep, by_logits, moves):
+    lengths, groups = case
+    model, ids = build(), documents(lengths)
+    plain = with_expected_dropout(model, seed)
+    wanted = one_by_one(plain, ids), gradients(plain)
+    linear = None
+    if moves:  # the MLP runs on the tokens of the rank before
+        layout = StageMicroBatch(groups, Checkpoint.NONE).attention_layout()
+        ranks = 1 + max(rank for group in groups for rank in group.ranks)
+        linear = Layout.of(((rank + 1) % ranks, *span) for rank in range(ranks) for span in layout.spans(rank))
+    if keep == "transformers":
+        model.gradient_checkpointing_enable()
+        keep = None
+    found = spread(model, ids, groups, by_logits=by_logits, keep=keep, linear=linear, seed=seed)
+    assert_equal(found, wanted, 1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -91,6 +91,7 @@ class Context:
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
         kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
         tp_group: ranks that share the weights with this one; None: tensor degree 1.
+        dropout_seed: of the step's random numbers (`models.dropout`); None: nothing is dropped.
         saved_attention: results of attention that selective checkpointing keeps (`attention.api.SavedAttention`);
             None: nothing is kept. Set on a copy of the context, for one layer.
     """
@@ -99,6 +100,7 @@ class Context:
         "_cache",
         "attention_redistribute",
         "documents",
+        "dropout_seed",
         "groups",
         "kv_cache",
         "mlp_redistribute",
@@ -123,6 +125,7 @@ class Context:
         kv_cache: object | None,
         redistribute: TokenRedistribute | None = None,
         tp_group: TPGroup | None = None,
+        dropout_seed: int | None = None,
     ) -> None:
         """Do the index work of a rank's groups; see `bind`.
 
@@ -131,7 +134,7 @@ class Context:
             redistribute: from the linear to the attention layout; None where these are the same.
         """
         self.work, self.transport, self.node_size = work, transport, node_size
-        self.pieces, self.kv_cache, self.tp_group = pieces, kv_cache, tp_group
+        self.pieces, self.kv_cache, self.tp_group, self.dropout_seed = pieces, kv_cache, tp_group, dropout_seed
         rank, remaps_attention = transport.rank, work.remap == Remap.ATTENTION
         own = [group for group in work.groups if rank in group.ranks]
         # A document is in one group, so sorting by document is all it takes to join the spans of the groups.
@@ -146,9 +149,7 @@ class Context:
         )
         if redistribute is not None and work.linear is not None and remaps_attention:
             self.spans = work.linear.spans(rank)
-        documents, starts, stops = span_columns(self.spans)
-        self.positions = on_device(expand_runs(starts, stops - starts), device)
-        self.documents = on_device(np.repeat(documents, stops - starts), device)
+        self.documents, self.positions = rows_of_spans(self.spans, device)
         self.attention_redistribute = redistribute if remaps_attention else None
         self.mlp_redistribute = None if redistribute is None or remaps_attention else redistribute.reversed()
         self.saved_attention: object | None = None
@@ -176,6 +177,13 @@ class Context:
         return cast("T", self._cache[key])
 
 
+def rows_of_spans(spans: Sequence[Span], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the document of every token of spans and its position there, each int64[tokens]."""
+    documents, starts, stops = span_columns(spans)
+    lengths = stops - starts
+    return on_device(np.repeat(documents, lengths), device), on_device(expand_runs(starts, lengths), device)
+
+
 def bind(
     work: StageMicroBatch,
     transport: Transport,
@@ -187,6 +195,7 @@ def bind(
     pieces: Mapping[int, tuple[Span, ...]] | None = None,
     kv_cache: object | None = None,
     tensor: int = 1,
+    dropout_seed: int | None = None,
 ) -> Context:
     """Compute what one stage's share of a round means for the rank of `transport`. Communicates nothing.
 
@@ -199,6 +208,7 @@ def bind(
         pieces: for every document that the plan has in several pieces, all of them, in order.
         kv_cache: an `attention.KVCache`, one for all rounds of a step; needed where the work has such a document.
         tensor: tensor parallel degree of the stage, the inner part of every group's Ulysses axis.
+        dropout_seed: another one for every step of training, the same on all ranks; None: nothing is dropped.
     """
     _check_ranks(work, transport, node_size)
     _check_layouts(work, tensor)
@@ -210,17 +220,21 @@ def bind(
         sliced = slice_of(work, index, tensor)
         tp_group = bind_tp_group(ranks, index, blocks, Context(sliced, _block_layouts(sliced, rank), *shared), family)
     redistribute = _bind_redistribute(work, transport, device, shard_groups, family)
-    return Context(work, blocks, *shared, redistribute=redistribute, tp_group=tp_group)
+    options = {"redistribute": redistribute, "tp_group": tp_group, "dropout_seed": dropout_seed}
+    return Context(work, blocks, *shared, **options)
 
 
-def bind_single_rank(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Context:
+def bind_single_rank(
+    lengths: Sequence[int], *, device: torch.device | str = "cpu", dropout_seed: int | None = None
+) -> Context:
     """Return the context of whole documents 0, 1, .. of these lengths, packed one after the other on one device."""
     wrong = [length for length in lengths if length < 0]
     if wrong:
         raise SeqloomError(f"a document of {wrong[0]} tokens: lengths are 0 or more")
     spans = tuple(Span(number, 0, int(length)) for number, length in enumerate(lengths) if length)
     groups = (Group((0,), 1, 1, spans),) if spans else ()
-    return bind(StageMicroBatch(groups, Checkpoint.NONE), SingleRankTransport(), device=device)
+    work = StageMicroBatch(groups, Checkpoint.NONE)
+    return bind(work, SingleRankTransport(), device=device, dropout_seed=dropout_seed)
 
 
 def _block_layouts(work: StageMicroBatch, rank: int) -> list[Layout]:

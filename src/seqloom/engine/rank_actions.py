@@ -93,6 +93,7 @@ def bind_plan(
     device: torch.device | str = "cpu",
     check: bool = True,
     prepare: Callable[[Context], None] | None = None,
+    dropout_seed: int | None = None,
 ) -> RankPlan:
     """Work out what the rank of `transport` does in a plan; all ranks call it.
 
@@ -103,6 +104,7 @@ def bind_plan(
         check: compare the plan's hash with that of all other ranks; one all-gather of 32 bytes.
         prepare: called with every context of this rank, to do the model's index work before the first layer
             (`ModelAdapter.prepare`); None: the first layer of a round does it.
+        dropout_seed: see `bind`; such as the number of the step.
     """
     device = torch.device(device)
     if plan.limits.ranks != transport.ranks:
@@ -128,6 +130,7 @@ def bind_plan(
         family=plan.limits.family,
         pieces=pieces,
         kv_cache=kv_cache,
+        dropout_seed=dropout_seed,
     )
     pp_rank = next(index for index, ranks in enumerate(pipeline.ranks_by_pp_rank) if rank in ranks)
     boundary = StageBoundary(pipeline, rank, device)

@@ -16,6 +16,7 @@ Inductor would still compile anew for several ranges of sizes, which takes secon
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -37,6 +38,7 @@ from seqloom.dist import Context
 from seqloom.dist.rank_tokens import TokenRedistribute
 from seqloom.dist.rows import take
 from seqloom.errors import SeqloomError
+from seqloom.models.dropout import check_rows, hide_keys
 from seqloom.models.float8 import allow_in_graphs
 from seqloom.models.layer_wrapper import LayerWrapper
 
@@ -75,6 +77,8 @@ def _run_compiled(
     if context.pieces:  # the number of the layer in the model, as its attention knows it
         number = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)
     call = LayerCall(context, number)
+    if LayerWrapper.of(layer).dropout is not None:
+        hide_keys(layer, opaque_handle)
     return body(
         layer,
         *(_graph_input(each, call) for each in args),
@@ -199,6 +203,15 @@ def register_operator() -> None:
         return *found, *[None] * 6, None if ctx.saved_tensors[5] is None else dsinks
 
     forward.register_autograd(gradients, setup_context=save)
+    keys = custom_op("seqloom::token_keys", _token_keys, mutates_args=(), schema="(Tensor x, Tensor keys) -> Tensor")
+    keys.register_fake(lambda x, _: x.new_empty(math.prod(x.shape[:-1]), dtype=torch.int64))
+
+
+def _token_keys(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the keys that a handle stands for, int64[rows of x]; see `models.dropout`."""
+    found = handle_object(keys)
+    check_rows(x, found)
+    return found.clone()
 
 
 def _forward(

@@ -4,8 +4,9 @@
 names. Whatever order behaviours are added in, they run in this one, outermost first:
 
     1. recompute   activation checkpointing, as the context of the call says      `recompute_layers`
-    2. compile     the body as one graph for all layers of a class                `models.compile.compile_layers`
-    3. hooks       on parts of the layer, for one call: tensor parallelism,       `integrations.transformers`
+    2. dropout     what the call's tokens are, for dropout modules                `models.dropout.plan_dropout`
+    3. compile     the body as one graph for all layers of a class                `models.compile.compile_layers`
+    4. hooks       on parts of the layer, for one call: tensor parallelism,       `integrations.transformers`
                    redistribution around the MLP
 
 Which activations a layer drops until its backward:
@@ -51,11 +52,13 @@ class LayerWrapper:
 
     Attributes:
         recompute: apply activation checkpointing.
+        dropout: entered with the context of a call; None: the layer drops nothing.
         compiled: compiled(layer, context, args, kwargs) runs the compiled body; None: not compiled.
         hooks: by name.
     """
 
     recompute: bool = False
+    dropout: Callable[[Context], AbstractContextManager[object]] | None = None
     compiled: Callable[[nn.Module, Context, tuple[Any, ...], dict[str, Any]], Any] | None = None
     hooks: dict[str, LayerHooks] = field(default_factory=dict)
 
@@ -77,13 +80,15 @@ def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs: Any) -> Any:
-    if wrapper.compiled is not None:
-        context = context_among(args, kwargs)
-        # A graph cannot change the number of rows: in such a round the layer runs as it stands.
-        if context.mlp_redistribute is None and context.tp_group is None:
-            return wrapper.compiled(layer, context, args, kwargs)
     context = next((each for each in (*args, *kwargs.values()) if isinstance(each, Context)), None)
     with ExitStack() as stack:
+        if wrapper.dropout is not None and context is not None:
+            stack.enter_context(wrapper.dropout(context))
+        if wrapper.compiled is not None:
+            context = context_among(args, kwargs)
+            # A graph cannot change the number of rows: in such a round the layer runs as it stands.
+            if context.mlp_redistribute is None and context.tp_group is None:
+                return wrapper.compiled(layer, context, args, kwargs)
         for hooks in wrapper.hooks.values():
             manager = None if context is None else hooks(layer, context)
             if manager is not None:

@@ -281,7 +281,7 @@ class StepTimer:
 
     def bind(self, plan: Plan) -> RankPlan:
         """Bind a plan to this rank."""
-        return bind_plan(plan, self._transport, device=self._device, check=False)
+        return bind_plan(plan, self._transport, device=self._device, check=False, dropout_seed=0)
 
     def seconds(self, plan: Plan) -> float:
         """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""

@@ -259,7 +259,7 @@ def _run_step(
 ) -> StepOutcome:
     """Run one step of a plan as a rank; gradients are returned on rank 0."""
     rows = partial(rank_rows, source, batch=batch)
-    result = run_step(bind_plan(plan, transport, device=device), parameters, rows, batch.valid_tokens)
+    result = run_step(bind_plan(plan, transport, device=device, dropout_seed=0), parameters, rows, batch.valid_tokens)
     gradients = {name: each.clone() for name, each in parameters.full_gradients() if transport.rank == 0}
     if not isfinite(result.loss) or not isfinite(result.gradient_norm):
         raise SeqloomError(

@@ -203,7 +203,7 @@ class Trainer(AbstractContextManager):
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        rank_plan = self.bind(step_plan.plan)
+        rank_plan = self.bind(step_plan.plan, dropout_seed=step_seed(self.config.run.seed, step_plan.step))
         bound = time.perf_counter()
         pipelined = any(len(pipeline.ranks_by_pp_rank) > 1 for pipeline in step_plan.plan.pipelines)
         if pipelined:  # if a stage hangs, the report says for which message
@@ -257,13 +257,17 @@ class Trainer(AbstractContextManager):
             fallback=bool(step_plan.fallback_reason),
         )
 
-    def bind(self, plan: Plan) -> RankPlan:
-        """Bind a plan to this rank, with all index work of the model's layers; `PlanBroadcast` has checked its hash."""
+    def bind(self, plan: Plan, *, dropout_seed: int | None = None) -> RankPlan:
+        """Bind a plan to this rank, with all index work of the model's layers; `PlanBroadcast` has checked its hash.
+
+        Without a seed, as in evaluation, nothing is dropped.
+        """
 
         def prepare(context: Context) -> None:
             self.adapter.prepare(context, self._compute_dtype)
 
-        return bind_plan(plan, self.transport, device=self.device, check=False, prepare=prepare)
+        options = {"device": self.device, "check": False, "prepare": prepare, "dropout_seed": dropout_seed}
+        return bind_plan(plan, self.transport, **options)
 
     def update(self, step: int, result: StepResult) -> float:
         """Clip the gradients, set the learning rate, step the optimiser; return the rate."""
@@ -336,7 +340,7 @@ class Trainer(AbstractContextManager):
         for number, plan in enumerate(small, 1):
             self._start.enter(f"strategy {number}/{len(small)}")
             self._enter_phase(f"warm-up of {plan_shape(plan)}, plan {plan.hash[:12]}")
-            run_step(self.bind(plan), self.parameters, _dummy_rows, sum(plan.documents))
+            run_step(self.bind(plan, dropout_seed=0), self.parameters, _dummy_rows, sum(plan.documents))
             self.parameters.zero_grad()
 
     def save_checkpoint(self, step: int) -> None:
@@ -459,6 +463,11 @@ class PlanBroadcast:
                 raise SeqloomError(
                     f"step {step}: rank {rank} holds another plan than rank 0; run one version on all ranks"
                 )
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of a step's random numbers, which a resumed run finds again."""
+    return seed << 32 | step
 
 
 def kernel_builds(

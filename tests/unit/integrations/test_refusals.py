@@ -97,12 +97,11 @@ CASES = {
         lambda: on_meta("LlamaForCausalLM", **SIZES, attention_dropout=0.1),
         lambda: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "attn_pdrop": 0.1}),
     ],
-    "dropout": [
-        lambda: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "resid_pdrop": 0.1}),
+    "dropout that is no module of a layer": [
         lambda: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "embd_pdrop": 0.1}),
         lambda: on_meta("OPTForCausalLM", **{**SIZES, "ffn_dim": 16, "dropout": 0.0, "layerdrop": 0.1}),
     ],
-    "LoRA dropout": [lambda: lora(lora_dropout=0.1)],
+    "LoRA dropout outside of layers": [lambda: lora(lora_dropout=0.1, target_modules=["q_proj", "lm_head"])],
     "virtual tokens": [prompt],
     "router noise": [lambda: tiny_model("mixtral", router_jitter_noise=0.1)],
     "router loss": [
@@ -116,6 +115,9 @@ CASES = {
     ],
     "multi-token prediction": [multi_token],
 }
+
+
+OTHER_DROPOUT = "dropout that is no module of a layer"
 
 
 def test_every_refusal_has_a_case():
@@ -137,11 +139,14 @@ def test_a_model_that_has_it_is_refused_by_name_with_the_way_out(name, build):
     [
         ("attention dropout", "attention_dropout", lambda **k: on_meta("LlamaForCausalLM", **SIZES, **k)),
         ("attention dropout", "attn_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
-        ("dropout", "resid_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
-        ("dropout", "embd_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
-        ("dropout", "layerdrop", lambda **k: on_meta("OPTForCausalLM", **SIZES, ffn_dim=16, **{"dropout": 0.0, **k})),
-        ("dropout", "dropout", lambda **k: on_meta("OPTForCausalLM", **SIZES, ffn_dim=16, **k)),
-        ("LoRA dropout", "lora_dropout", lambda **k: lora(**k)),
+        (OTHER_DROPOUT, "embd_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
+        (
+            OTHER_DROPOUT,
+            "layerdrop",
+            lambda **k: on_meta("OPTForCausalLM", **SIZES, ffn_dim=16, **{"dropout": 0.0, **k}),
+        ),
+        (OTHER_DROPOUT, "dropout", lambda **k: on_meta("OPTForCausalLM", **SIZES, ffn_dim=16, **k)),
+        ("LoRA dropout outside of layers", "lora_dropout", lambda **k: lora(**k, target_modules=["q_proj", "lm_head"])),
     ],
 )
 def test_a_dropout_is_refused_with_its_config_key_and_the_way_out(name, key, build):
@@ -161,8 +166,13 @@ def test_what_is_supported_is_not_refused(name):
     check(tiny_model(name))
 
 
-def test_lora_without_dropout_is_not_refused():
-    check(lora(lora_dropout=0.0))
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_lora_is_not_refused(p):
+    check(lora(lora_dropout=p))
+
+
+def test_dropout_in_layers_is_not_refused():
+    check(on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "resid_pdrop": 0.1}))
 
 
 def test_all_reasons_are_listed_at_once():

@@ -22,8 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.checks import check, logits_of, unwrap
-from seqloom.integrations.transformers.layers import remap_layers, tp_layers
+from seqloom.integrations.transformers.checks import check, decoder_layers, has_planned_dropout, logits_of, unwrap
+from seqloom.integrations.transformers.layers import MLP_NAMES, remap_layers, tp_layers
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
     check_positions,
@@ -33,6 +33,7 @@ from seqloom.integrations.transformers.parts import (
 )
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
+from seqloom.models.dropout import plan_dropout
 from seqloom.models.loss import PRODUCTS, Logits
 
 NAME = "seqloom"
@@ -60,8 +61,8 @@ def attach(model: Model) -> Model:
     """Make a causal model compute its attention with the engine, and return it.
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
-    replaced, and switching to another name undoes it. From now on every call needs a context: see `inputs`. What
-    `check` refuses is refused here.
+    replaced but the `forward` of dropout modules and their layers, and switching to another name undoes the rest. From
+    now on every call needs a context: see `inputs`. What `check` refuses is refused here.
     """
     check(model)
     AttentionInterface.register(NAME, attention_function)
@@ -74,6 +75,8 @@ def attach(model: Model) -> Model:
             f"{type(causal).__name__} stays with attention {chosen!r} when {NAME!r} is chosen: its code does not look "
             "attention up by name; use a model that does"
         )
+    if has_planned_dropout(causal):
+        plan_dropout(decoder_layers(causal), MLP_NAMES)
     return model
 
 
@@ -142,6 +145,8 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options = {"single_stage_reason": str(reason)}
     specs = attention_specs(layers)
     try:
+        if has_planned_dropout(causal):
+            raise NoTensorParallel("its layers have dropout, of which tensor ranks would have to know their features")
         regions, tp_axes, tp_divisors = tensor_plan(model, causal, layers, specs)
         check_positions(decoder, embedding, layers)
         tp_layers(layers, regions)
@@ -150,18 +155,6 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options |= {"no_tp_reason": str(reason)}
     options["logits"] = logits_of(causal)
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
-
-
-def decoder_layers(causal: Any) -> tuple[nn.Module, ...]:
-    """Return the layers of a causal model, in their order."""
-    classes = causal._no_split_modules or ()  # names of the classes of layers
-    layers = tuple(module for module in causal.get_decoder().modules() if type(module).__name__ in classes)
-    if not layers:
-        raise SeqloomError(
-            f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(classes)}); "
-            "say it yourself: seqloom.models.adapter.ModelAdapter(module, layers, hidden, head)"
-        )
-    return layers
 
 
 def attention_specs(layers: Iterable[nn.Module]) -> tuple[AttentionSpec, ...]:

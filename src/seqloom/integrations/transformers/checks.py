@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from seqloom.errors import SeqloomError
+from seqloom.models.dropout import is_planned
 from seqloom.models.loss import Logits
 
 SHOWN = 3
@@ -77,6 +78,25 @@ def unwrap(model: nn.Module) -> Any:
             "or use seqloom.models.transformer.Transformer as it is"
         )
     return inner
+
+
+def decoder_layers(causal: Any) -> tuple[nn.Module, ...]:
+    """Return the layers of a causal model, in their order."""
+    classes = causal._no_split_modules or ()  # names of the classes of layers
+    layers = tuple(module for module in causal.get_decoder().modules() if type(module).__name__ in classes)
+    if not layers:
+        raise SeqloomError(
+            f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(classes)}); "
+            "say it yourself: seqloom.models.adapter.ModelAdapter(module, layers, hidden, head)"
+        )
+    return layers
+
+
+def has_planned_dropout(causal: Any) -> bool:
+    """Whether layers of a causal model have dropout that `models.dropout` makes independent of the plan."""
+    return any(is_planned(module) for module in causal.modules()) and any(
+        is_planned(module) for layer in decoder_layers(causal) for module in layer.modules()
+    )
 
 
 def _refuse(name: str, why: str, way_out: str) -> Callable[[Find], Find]:
@@ -200,9 +220,16 @@ def _dynamic_rope(model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 def _dropouts_of(kind: str, model: nn.Module, causal: Any) -> Iterator[str]:
-    """Yield the dropouts of one kind above 0 in modules, after the keys of the config that set them."""
+    """Yield the dropouts of one kind above 0 in modules, after the keys of the config that set them.
+
+    Left out are modules in layers, whose dropout is made independent of the plan, unless it is of attention weights.
+    """
     configs = getattr(model, "peft_config", {}).values() if kind == "adapter" else (_text_config(causal),)
-    modules = [(name, module.p) for name, module in model.named_modules() if isinstance(module, _DropoutNd)]
+    planned = set[nn.Module]()
+    if kind != "attention" and has_planned_dropout(causal):
+        planned = {module for layer in decoder_layers(causal) for module in layer.modules() if is_planned(module)}
+    dropouts = ((name, each) for name, each in model.named_modules() if isinstance(each, _DropoutNd))
+    modules = [(name, each.p) for name, each in dropouts if each not in planned]
     numbers = [*modules, *_numbers(model, "dropout"), *_numbers(model, "layerdrop")]
     places = [f"{where} = {value}" for where, value in numbers if value and _dropout_kind(where) == kind]
     for key, value in (item for config in configs for item in vars(config).items()) if places else ():
@@ -213,8 +240,8 @@ def _dropouts_of(kind: str, model: nn.Module, causal: Any) -> Iterator[str]:
 
 for name, kind, way_out in (
     ("attention dropout", "attention", "load with this key of the config set to 0.0"),
-    ("dropout", "other", "load with this key of the config set to 0.0"),
-    ("LoRA dropout", "adapter", "use LoraConfig(lora_dropout=0.0)"),
+    ("dropout that is no module of a layer", "other", "load with this key of the config set to 0.0"),
+    ("LoRA dropout outside of layers", "adapter", "use LoraConfig(lora_dropout=0.0)"),
 ):
     why = "which elements are dropped would depend on the plan"
     REFUSALS.append(Refusal(name, why, way_out, partial(_dropouts_of, kind)))

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from seqloom.attention import AttentionSpec
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs, decoder_layers
-from seqloom.integrations.transformers.checks import unwrap
+from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
+from seqloom.integrations.transformers.checks import decoder_layers, unwrap
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
