@@ -1,6 +1,7 @@
 """Two runs that differ only in planner have one loss curve, step by step, and that of one process."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,8 +90,8 @@ class GivenTrainer(Trainer):
     def _start_planner(self) -> PlanAhead | None:
         return None
 
-    def bind(self, plan: Plan) -> RankPlan:
-        self.last = super().bind(plan)
+    def bind(self, plan: Plan, **options: Any) -> RankPlan:
+        self.last = super().bind(plan, **options)
         assert self.prepared() == {1}, "index work is done before the step"
         return self.last
 

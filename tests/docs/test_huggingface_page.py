@@ -17,7 +17,7 @@ SUPPORTED = (
     ("full causal attention, grouped or single key/value heads", "computed by the engine, heads unrepeated"),
     ("sliding windows, one per layer", "taken from the layer's own call"),
     ("biases, QK norm, any scaling, RoPE of all kinds but two, learned positions", "the model's own code"),
-    ("experts (router loss 0)", "the model's own code; routing is by token"),
+    ("experts, without a router loss, as by default", "the model's own code; routing is by token"),
     ("logit soft-cap, attention sinks, values of another width than keys (latent attention)", "computed by the engine"),
     ("tied and untied heads", "`head(model)` says which"),
     ("logits scaled or capped after the head", "inside the loss: `head(model).logits` says how"),

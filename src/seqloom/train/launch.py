@@ -163,6 +163,7 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
         communicators.warm_up()
         advice = allocator_advice(device.type), kernel_advice(device), node_note(job_rank, setup)
         notes = [text for text in (*advice, shared_gpu_note(ranks), communicators.note) if text]
+        notes += model_family.notes(config)
         parts = {"model_family": model_family, "device": device, "watchdog": watchdog, "start": start}
         with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
             summary = trainer.train(stream, notes=notes)

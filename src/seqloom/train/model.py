@@ -43,6 +43,11 @@ SaveModel = Callable[[Config, nn.Module, Mapping[str, torch.Tensor]], Path]
 """Write the trained model, given its module and its full state dict on the CPU; return where. Called on rank 0."""
 
 
+def no_notes(config: Config) -> Sequence[str]:
+    """Say nothing."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """How models of one library are described to plans, built before the first step and saved after the last."""
@@ -50,6 +55,8 @@ class ModelFamily:
     build: BuildModel
     save: SaveModel
     describe: Describe = load_model_spec
+    notes: Callable[[Config], Sequence[str]] = no_notes
+    """What a run says of its model at the beginning."""
 
 
 def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:

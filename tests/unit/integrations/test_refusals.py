@@ -104,10 +104,7 @@ CASES = {
     "LoRA dropout outside of layers": [lambda: lora(lora_dropout=0.1, target_modules=["q_proj", "lm_head"])],
     "virtual tokens": [prompt],
     "router noise": [lambda: tiny_model("mixtral", router_jitter_noise=0.1)],
-    "router loss": [
-        lambda: tiny_model("mixtral", router_aux_loss_coef=0.001),
-        lambda: tiny_model("mixtral", output_router_logits=True),
-    ],
+    "router loss": [lambda: tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.001)],
     "logits altered after the head": [
         lambda: on_meta("PhiForCausalLM", **SIZES),
         lambda: on_meta("BertLMHeadModel", **SIZES, is_decoder=True),
@@ -171,12 +168,19 @@ def test_lora_is_not_refused(p):
     check(lora(lora_dropout=p))
 
 
+def test_a_router_loss_that_is_not_computed_is_not_refused():
+    """As published: a coefficient, and nothing that asks for the loss."""
+    check(tiny_model("mixtral", router_aux_loss_coef=0.001))
+    check(tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.0))
+
+
 def test_dropout_in_layers_is_not_refused():
     check(on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "resid_pdrop": 0.1}))
 
 
 def test_all_reasons_are_listed_at_once():
-    model = tiny_model("mixtral", router_aux_loss_coef=0.02, attention_dropout=0.1)
+    active = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    model = tiny_model("mixtral", **active, attention_dropout=0.1)
     with pytest.raises(SeqloomError) as error:
         check(model)
     found = re.findall(r"^  - (.+?) \(", str(error.value), re.MULTILINE)

@@ -29,8 +29,7 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention")
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 STATE_CLASSES = re.compile(r"Mamba|SSM|Rwkv|LSTM|RecurrentBlock|Rglru|DeltaNet|LightningAttention|ShortConv")
 ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
-ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "z_loss_coefficient")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef")
 CAPS = ("logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("lm_head_multiplier", "logits_mup_width_multiplier")
 
@@ -262,11 +261,11 @@ def _router_noise(model: nn.Module, causal: Any) -> Iterator[str]:
 @_refuse(
     "router loss",
     "its statistics are those of one call, so it would depend on the plan",
-    "load with router_aux_loss_coef=0.0 and output_router_logits=False",
+    "load with output_router_logits=False, without which transformers computes none",
 )
 def _router_loss(model: nn.Module, causal: Any) -> Iterator[str]:
-    if any(_set_keys(causal, *EXPERTS)):
-        yield from _set_keys(causal, *ROUTER_LOSSES, "output_router_logits")
+    if getattr(_text_config(causal), "output_router_logits", False):
+        yield from _set_keys(causal, *ROUTER_LOSSES)
 
 
 @_refuse(
@@ -276,7 +275,7 @@ def _router_loss(model: nn.Module, causal: Any) -> Iterator[str]:
 )
 def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
     config, head = _text_config(causal), causal.get_output_embeddings()
-    yield from _set_keys(causal, *CAPS)
+    yield from _set_keys(causal, *CAPS, "z_loss_coefficient")
     yield from (f"{key} = {getattr(config, key)}" for key in SCALES if getattr(config, key, None) not in (None, 1))
     if head is None:
         return

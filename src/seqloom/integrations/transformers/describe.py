@@ -7,13 +7,14 @@ widths from the matrices beside them. For the types that have both a test holds 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from seqloom.attention import AttentionSpec
 from seqloom.describe import ModelSpec
@@ -23,6 +24,13 @@ from seqloom.integrations.transformers.checks import decoder_layers, unwrap
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
+
+IMAGE_TEXT_TYPES = (
+    *("gemma3", "got_ocr2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm"),
+    *("video_llava", "vipllava"),
+)
+"""Types of models of images and text that compute of text alone what their language model does; a test compares them.
+Others, such as Aya Vision, which leaves the scale of its logits out, are refused."""
 
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k", "moe_top_k")
 """Keys of configs for the experts that a token goes to."""
@@ -45,9 +53,19 @@ class FeedForward(NamedTuple):
 
 
 def from_config(folder: Path, dtype: torch.dtype) -> Any:
-    """Build the model of a folder's config.json with fresh parameters."""
+    """Build the model of a folder's config.json with fresh parameters; of one that sees images, its language model."""
     config = AutoConfig.from_pretrained(folder, **LOCAL)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    text = language_model_config(config)
+    return AutoModelForCausalLM.from_config(config if text is None else text, dtype=dtype, trust_remote_code=False)
+
+
+def language_model_config(config: Any) -> Any | None:
+    """Return the config of the causal language model inside a model of images and text; None: this is no such model."""
+    if config.model_type not in IMAGE_TEXT_TYPES or type(config.text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    text = copy.deepcopy(config.text_config)
+    text.tie_word_embeddings = config.tie_word_embeddings  # the head belongs to the outer model
+    return text
 
 
 def describe_folder(folder: Path) -> ModelSpec:

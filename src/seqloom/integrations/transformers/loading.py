@@ -4,6 +4,9 @@
     *.safetensors           its parameters; without them they are drawn with model.seed
     tokenizer files         copied beside the trained model
 
+Of a model of images and text the language model inside is trained and written, a causal model of its own; the other
+parameters of its files are not read.
+
 The model is built without values. Tensors that have the names and shapes of its parameters are read from the files one
 by one, when they are cut into shards; where transformers renames, joins or splits what is in the files, it loads all of
 it to the host's memory. The trained model is written to `run.output`/model, complete or not at all, as
@@ -15,23 +18,23 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from seqloom.describe import ModelSpec
 from seqloom.describe.huggingface import has_known_type
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
-from seqloom.integrations.transformers.describe import LOCAL, describe_folder, from_config
+from seqloom.integrations.transformers.describe import LOCAL, describe_folder, from_config, language_model_config
 from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
 from seqloom.models.files import open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
@@ -107,7 +110,17 @@ def describe_huggingface(config: Config) -> ModelSpec:
         raise SeqloomError(f"model.huggingface = {error}") from None
 
 
-HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface, describe_huggingface)
+def huggingface_notes(config: Config) -> Sequence[str]:
+    """Say so where only a part of a folder's model is trained."""
+    whole = AutoConfig.from_pretrained(cast("Path", config.model.huggingface), **LOCAL)
+    text = language_model_config(whole)
+    if text is None:
+        return ()
+    trained = f"the language model ({text.model_type}) of a {whole.model_type} is trained, and written by itself"
+    return (f"{trained}; what sees images is left out",)
+
+
+HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface, describe_huggingface, huggingface_notes)
 """The family of `model.huggingface`."""
 
 
@@ -146,11 +159,43 @@ def _reader(folder: Path, model: Any) -> Read | None:
     if _converts(model.config.model_type) or any(name in saved for name, _ in model.named_buffers()):
         return None
     shapes, read = open_safetensors(*_weight_files(folder))
-    if any(shapes.get(name) != list(each.shape) for name, each in model.named_parameters()):
+    wanted = {name: list(each.shape) for name, each in model.named_parameters()}
+    part = next((each for each in MODEL_PARTS if all(shapes.get(each.stored(n)) == wanted[n] for n in wanted)), None)
+    if part is None:
         return None
     ignored = re.compile("|".join({*IGNORED_TENSORS, *(model._keys_to_ignore_on_load_unexpected or ())}))
-    _refuse_unused(folder, [name for name in shapes if name not in saved and not ignored.search(name)])
-    return read
+    known = {part.stored(name) for name in saved}
+    others = [name for name in shapes if name.startswith(part.prefixes) and name not in known]
+    _refuse_unused(folder, [name for name in others if not ignored.search(name)])
+    return lambda name: read(part.stored(name))
+
+
+class ModelPart(NamedTuple):
+    """Where a folder's files have a causal model.
+
+    Attributes:
+        decoder: how names of the decoder begin there, instead of "model.".
+        head: how those of the rest begin.
+        prefixes: what all names begin with that belong to the causal model.
+    """
+
+    decoder: str
+    head: str
+    prefixes: tuple[str, ...]
+
+    def stored(self, name: str) -> str:
+        """Return the name in the files of a parameter of the causal model."""
+        inner = name.removeprefix("model.")
+        return self.head + name if inner == name else self.decoder + inner
+
+
+MODEL_PARTS = (
+    ModelPart("model.", "", ("",)),
+    ModelPart("model.language_model.", "", ("model.language_model.", "lm_head.")),
+    ModelPart("language_model.model.", "language_model.", ("language_model.",)),
+    ModelPart("model.text_model.", "", ("model.text_model.", "lm_head.")),
+)
+"""The whole model; the language model inside one of images and text."""
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -173,6 +218,11 @@ def _converts(model_type: str) -> bool:
 
 def _load_all(folder: Path, dtype: torch.dtype) -> Any:
     """Load all parameters to the host's memory; refuse missing ones, which transformers would draw."""
+    if language_model_config(AutoConfig.from_pretrained(folder, **LOCAL)) is not None:
+        raise SeqloomError(
+            f"model.huggingface = {str(folder)!r}: the parameters of its language model are not in its safetensors by "
+            "name and shape; load the language model with transformers and save it by itself"
+        )
     options = {**LOCAL, "use_safetensors": True, "dtype": dtype, "output_loading_info": True}
     model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
     _refuse_unused(folder, report["unexpected_keys"])

@@ -1,0 +1,84 @@
+"""The language model inside a model of images and text: alone it computes of text what the whole model does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from seqloom.dist import bind_single_rank
+from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers.describe import IMAGE_TEXT_TYPES, describe_folder
+from seqloom.integrations.transformers.loading import build_huggingface, save_huggingface
+from seqloom.models.loss import PRODUCTS
+from seqloom.train.config import Config
+from support.tiny_models import SIZES, randomised
+
+torch.set_num_threads(1)
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def whole_model(kind):
+    """A tiny model of images and text."""
+    usual = hf.AutoConfig.for_model(kind)
+    text = {**SIZES, **TOKENS, "head_dim": 8, "model_type": usual.text_config.model_type}
+    sizes = {**VISION, "image_size": 28, "patch_size": 14, "model_type": usual.vision_config.model_type}
+    config = type(usual)(text_config=text, vision_config=sizes, image_token_index=60, image_token_id=60)
+    return randomised(hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float64), 0).double().eval()
+
+
+def config_of(folder, output="run"):
+    recipe = Path(__file__).parents[3] / "recipes" / "qwen3-8xh200.toml"
+    return Config.load(recipe, [f"model.huggingface={folder}", f"run.output={folder / output}", "data.source=toy:4"])
+
+
+def built(folder):
+    """The adapter of the language model of a folder, with its parameters."""
+    adapter = build_huggingface(config_of(folder), torch.device("cpu"), torch.float64)
+    for name, parameter in list(adapter.module.named_parameters()):
+        adapter.deferred.materialize(name, parameter)
+    return adapter
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", IMAGE_TEXT_TYPES)
+def test_logits_of_text_are_those_of_the_whole_model(tmp_path, kind):
+    model = whole_model(kind)
+    model.save_pretrained(tmp_path / "model")
+    adapter, ids = built(tmp_path / "model"), torch.randint(3, 50, (12,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden = adapter.hidden(ids, bind_single_rank((12,)))
+        wanted = model(input_ids=ids[None]).logits[0]
+    assert adapter.logits == PRODUCTS
+    torch.testing.assert_close(hidden @ adapter.head.weight.T, wanted, rtol=1e-9, atol=1e-9)
+    spec = describe_folder(tmp_path / "model")
+    assert (spec.layers, spec.hidden, spec.vocabulary) == (2, 16, 64)
+
+
+def test_the_trained_language_model_is_a_causal_model_of_its_own(tmp_path):
+    whole_model("gemma3").save_pretrained(tmp_path / "model")
+    adapter, config = built(tmp_path / "model"), config_of(tmp_path / "model")
+    state = {name: each.detach() for name, each in adapter.module.named_parameters()}
+    saved = hf.AutoModelForCausalLM.from_pretrained(save_huggingface(config, adapter.module, state))
+    assert type(saved).__name__ == "Gemma3ForCausalLM"
+    assert all(torch.equal(each, state[name]) for name, each in saved.named_parameters())
+
+
+def test_a_language_model_that_is_not_all_there_is_refused(tmp_path):
+    model = whole_model("llava")
+    state = model.state_dict()
+    del state["model.language_model.layers.1.mlp.up_proj.weight"]
+    model.save_pretrained(tmp_path / "model", state_dict=state)
+    with pytest.raises(SeqloomError, match="parameters of its language model are not in its safetensors"):
+        built(tmp_path / "model")
+    state = model.state_dict() | {"model.language_model.layers.0.mlp.extra.weight": torch.zeros(3)}
+    model.save_pretrained(tmp_path / "more", state_dict=state)
+    with pytest.raises(SeqloomError, match="1 tensors of its safetensors have no place in the model"):
+        built(tmp_path / "more")
+
+
+def test_a_type_that_computes_something_else_is_refused(tmp_path):
+    whole_model("aya_vision").save_pretrained(tmp_path / "model")
+    with pytest.raises(SeqloomError):
+        built(tmp_path / "model")
