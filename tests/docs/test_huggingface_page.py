@@ -16,7 +16,8 @@ EXAMPLE = ROOT / "examples" / "own_loop.py"
 SUPPORTED = (
     ("full causal attention, grouped or single key/value heads", "computed by the engine, heads unrepeated"),
     ("sliding windows, one per layer", "taken from the layer's own call"),
-    ("biases, QK norm, any scaling, RoPE of all kinds but two, learned positions", "the model's own code"),
+    ("biases, QK norm, any scaling, RoPE, learned positions", "the model's own code"),
+    ("RoPE by the longest sequence (longrope, dynamic)", "fixed by the longest document of the run: `data.max_length`"),
     ("experts, without a router loss, as by default", "the model's own code; routing is by token"),
     ("logit soft-cap, attention sinks, values of another width than keys (latent attention)", "computed by the engine"),
     ("tied and untied heads", "`head(model)` says which"),

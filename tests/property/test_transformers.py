@@ -12,13 +12,24 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from seqloom.dist import bind, run_ranks
+from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, head, hidden_states, inputs, model_adapter
 from seqloom.layout import Layout, Span
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import summed_loss
 from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
 from support.dropout import expected_mask
-from support.tiny_models import MODELS, VOCABULARY, documents, gradients, one_by_one, randomised, targets, tiny_model
+from support.tiny_models import (
+    MODELS,
+    SIZES,
+    VOCABULARY,
+    documents,
+    gradients,
+    one_by_one,
+    randomised,
+    targets,
+    tiny_model,
+)
 
 torch.set_num_threads(1)
 SHAPES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
@@ -49,7 +60,7 @@ def local(ids, context):
     return torch.cat([ids[d][a:b] for d, a, b in context.spans] or [torch.empty(0, dtype=torch.int64)])
 
 
-def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=None):
+def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=None, longest=None):
     """Run on the strict transport. Returns the logits of every document, and gradients summed over ranks.
 
     Args:
@@ -57,9 +68,10 @@ def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=N
         keep: checkpointing by the runtime, or None.
         linear: who holds which tokens for the MLP; None: those of attention.
         seed: of dropout.
+        longest: document of the run, for models that have to know.
     """
     ranks = 1 + max(rank for group in groups for rank in group.ranks)
-    models = [attach(copy.deepcopy(model)) for _ in range(ranks)]
+    models = [attach(copy.deepcopy(model), longest=longest) for _ in range(ranks)]
     work = StageMicroBatch(groups, keep or Checkpoint.NONE)
     if linear is not None:
         work = replace(work, linear=linear, remap=Remap.MLP)
@@ -202,6 +214,55 @@ def test_dropout_does_not_depend_on_the_plan(build, case, seed, keep, by_logits,
         keep = None
     found = spread(model, ids, groups, by_logits=by_logits, keep=keep, linear=linear, seed=seed)
     assert_equal(found, wanted, 1e-9)
+
+
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 12}
+FACTORS = {"short_factor": [1.0, 1.2], "long_factor": [2.0, 9.0]}
+
+
+def phi3_longrope():
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    rope = {"rope_type": "longrope", **ROPE, **FACTORS}
+    config = Phi3Config(**SIZES, pad_token_id=0, original_max_position_embeddings=12, rope_parameters=rope)
+    return randomised(Phi3ForCausalLM(config), 0).double().train()
+
+
+def llama_dynamic():
+    return tiny_model(
+        "llama", max_position_embeddings=12, rope_parameters={"rope_type": "dynamic", "factor": 3.0, **ROPE}
+    )
+
+
+def longrope_frequencies(longest):
+    """The published rule: long factors above the length of pre-training."""
+    factors = np.array(FACTORS["long_factor" if longest > 12 else "short_factor"])
+    return 1 / (factors * 1e4 ** (np.arange(0, 4, 2) / 4))
+
+
+def dynamic_frequencies(longest):
+    """NTK: the base grows with what is beyond the length of pre-training."""
+    stretched = max(3.0 * longest / 12 - 2.0, 1.0)
+    return 1 / ((1e4 * stretched ** (4 / 2)) ** (np.arange(0, 4, 2) / 4))
+
+
+@pytest.mark.parametrize(
+    ("build", "frequencies"),
+    [(phi3_longrope, longrope_frequencies), (llama_dynamic, dynamic_frequencies)],
+    ids=["longrope", "dynamic"],
+)
+@settings(max_examples=12)
+@given(case=works(), spare=st.sampled_from([0, 9, 40]), by_logits=st.booleans())
+def test_rotary_embeddings_by_the_longest_document_of_the_run(build, frequencies, case, spare, by_logits):
+    lengths, groups = case
+    model, ids, longest = build(), documents(lengths), max(lengths) + spare
+    plain = copy.deepcopy(model)
+    rotary = plain.model.rotary_emb
+    rotary.inv_freq, rotary.rope_type = torch.from_numpy(frequencies(longest)).float(), "default"
+    wanted = one_by_one(plain, ids), gradients(plain)
+    with pytest.raises(SeqloomError, match=r"RoPE by the longest sequence.*attach\(model, longest=tokens\)"):
+        attach(copy.deepcopy(model))
+    assert_equal(spread(model, ids, groups, by_logits=by_logits, longest=longest), wanted, 1e-6)  # tables are float32
 
 
 @pytest.mark.parametrize("name", MODELS)

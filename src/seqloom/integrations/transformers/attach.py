@@ -22,7 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.checks import check, decoder_layers, has_planned_dropout, logits_of, unwrap
+from seqloom.integrations.transformers.checks import (
+    check,
+    decoder_layers,
+    dynamic_ropes,
+    has_planned_dropout,
+    logits_of,
+    unwrap,
+)
 from seqloom.integrations.transformers.layers import MLP_NAMES, remap_layers, tp_layers
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
@@ -39,6 +46,8 @@ from seqloom.models.loss import PRODUCTS, Logits
 NAME = "seqloom"
 """Under which our functions are registered in transformers."""
 CALL = "model(**seqloom.integrations.transformers.attach.inputs(ids, context.positions, context))"
+FIXED = "fixed"
+"""A kind of RoPE that transformers does not update in a call."""
 NOT_COMPUTED = {
     "position_bias": "a bias on logits",
     "indices": "a choice of keys (sparse attention)",
@@ -57,13 +66,19 @@ class Head(NamedTuple):
     logits: Logits = PRODUCTS  # what the model makes of its products with hidden states
 
 
-def attach(model: Model) -> Model:
+def attach(model: Model, *, longest: int | None = None) -> Model:
     """Make a causal model compute its attention with the engine, and return it.
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
     replaced but the `forward` of dropout modules and their layers, and switching to another name undoes the rest. From
     now on every call needs a context: see `inputs`. What `check` refuses is refused here.
+
+    Args:
+        longest: tokens of the longest document of the run, for a model whose rotary embedding follows the longest
+            sequence (longrope, dynamic): it has the frequencies for that length from now on, for all documents.
     """
+    if longest is not None:
+        fix_ropes(unwrap(model), longest)
     check(model)
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
@@ -78,6 +93,19 @@ def attach(model: Model) -> Model:
     if has_planned_dropout(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
     return model
+
+
+@torch.no_grad()
+def fix_ropes(causal: nn.Module, longest: int) -> None:
+    """Give rotary embeddings that follow the longest sequence the frequencies of so many tokens, for good."""
+    for module in causal.modules():
+        for layer, _ in dynamic_ropes(module):
+            rotary: Any = module
+            table = next(rotary.buffers())
+            if not table.is_meta:  # transformers' own code chooses
+                positions = torch.tensor([[longest - 1]], device=table.device)
+                rotary(table.new_zeros(1, 1, 1), positions, **({} if layer is None else {"layer_type": layer}))
+            rotary.rope_type = FIXED if layer is None else {**rotary.rope_type, layer: FIXED}
 
 
 def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict[str, Any]:

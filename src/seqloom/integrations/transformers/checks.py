@@ -205,14 +205,33 @@ def _no_position_ids(model: nn.Module, causal: Any) -> Iterator[str]:
 @_refuse(
     "RoPE by the longest sequence",
     "frequencies would depend on which documents share a call",
-    "use rope_type default, linear, llama3 or yarn",
+    "say how long the longest document of the run is (data.max_length, or attach(model, longest=tokens))",
 )
 def _dynamic_rope(model: nn.Module, causal: Any) -> Iterator[str]:
-    parameters = getattr(_text_config(causal), "rope_parameters", None) or {}
+    for name, module in causal.named_modules():
+        yield from (f"{name}: rope_type = {kind}" for _, kind in dynamic_ropes(module))
+    if any(hasattr(module, "rope_type") for module in causal.modules()):
+        return
+    parameters = getattr(_text_config(causal), "rope_parameters", None) or {}  # modules do not say what they do
     for values in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         kind = values.get("rope_type") or ""
-        if "dynamic" in kind or kind == "longrope":
+        if is_dynamic_rope(kind):
             yield f"rope_type = {kind}"
+
+
+def dynamic_ropes(module: nn.Module) -> list[tuple[str | None, str]]:
+    """Return the rotary embeddings of a module that follow the longest sequence: (type of layers, kind of RoPE).
+
+    None: they are of all layers.
+    """
+    kinds = getattr(module, "rope_type", None)
+    by_layer = kinds.items() if isinstance(kinds, dict) else [(None, kinds)]
+    return [(layer, kind) for layer, kind in by_layer if isinstance(kind, str) and is_dynamic_rope(kind)]
+
+
+def is_dynamic_rope(kind: str) -> bool:
+    """Whether a kind of RoPE follows the longest sequence."""
+    return "dynamic" in kind or kind == "longrope"
 
 
 # Randomness, adapters and losses that would depend on the plan.

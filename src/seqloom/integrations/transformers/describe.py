@@ -79,7 +79,7 @@ def describe_folder(folder: Path) -> ModelSpec:
             f"{folder} is no causal language model of the installed transformers ({reason}); give the folder of one"
         ) from error
     try:
-        return describe_model(attach(model), folder.absolute().name)
+        return describe_model(attach(model, longest=1), folder.absolute().name)
     except SeqloomError as error:
         raise SeqloomError(f"{folder}: {error}") from None
 

@@ -73,7 +73,7 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products have no float64
     try:
-        adapter = model_adapter(attach(model.train()))
+        adapter = model_adapter(attach(model.train(), longest=config.data.max_length))
     except SeqloomError as error:
         raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
     if read is None:
