@@ -102,13 +102,8 @@ def plan(
     from seqloom.planners import make_plan, requested_stages
 
     batch = _batch(lengths)
-    given = {
-        "profile": profile,
-        "sharding": sharding,
-        "budget_gib": budget_gib,
-        "max_length": max_length,
-        "float8": float8,
-    }
+    given = {"profile": profile, "sharding": sharding, "float8": float8}
+    given |= {"budget_gib": budget_gib, "max_length": max_length}
     stages = max(requested_stages([planner]), options.get("stages") or 1)
     cost = cost_model(cluster, model, **given, stages=stages)
     if max_length is not None and batch.longest > max_length:
@@ -136,13 +131,8 @@ def simulate(
     Without ``sharding`` the plan's own is taken; the other arguments are those of :func:`cost_model`. A plan
     that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
     """
-    options = {
-        "profile": profile,
-        "sharding": sharding,
-        "budget_gib": budget_gib,
-        "max_length": max_length,
-        "float8": float8,
-    }
+    options = {"profile": profile, "sharding": sharding, "float8": float8}
+    options |= {"budget_gib": budget_gib, "max_length": max_length}
     return _simulate(plan, cost_model_of(plan, cluster, model, **options))
 
 

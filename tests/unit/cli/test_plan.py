@@ -43,6 +43,17 @@ def test_text_and_picture_name_the_cost_model_the_gap_and_the_file(run, refused,
     assert "ends in .svg" in refused(f"{PLAN} --picture plan.png")
 
 
+def test_float8_is_priced_and_named(run, refused):
+    plain, changed = run(f"{PLAN} --json").json, run(f"{PLAN} --float8 --out plan.json --json").json
+    assert (plain["float8"], changed["float8"]) == (False, True)
+    for figure in ("step_ms", "bound_ms"):
+        assert 0.6 * plain[figure] < changed[figure] < plain[figure]
+    simulated = run("simulate plan.json --cluster 1x8xH200 --model llama3-8b --float8 --json").json
+    assert simulated["step_ms"] == changed["step_ms"]
+    assert ", float8" in run(f"{PLAN} --float8").out
+    assert "float8_speedup" in refused(f"{PLAN} --float8".replace("H200", "A100-80G"))
+
+
 def test_auto_says_whom_it_chose(run):
     report = run("plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --json").json
     assert report["planner"] == "auto"
