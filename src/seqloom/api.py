@@ -102,7 +102,7 @@ def plan(
     from seqloom.planners import make_plan, requested_stages
 
     batch = _batch(lengths)
-    given = {"profile": profile, "sharding": sharding, "float8": float8}
+    given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     given |= {"budget_gib": budget_gib, "max_length": max_length}
     stages = max(requested_stages([planner]), options.get("stages") or 1)
     cost = cost_model(cluster, model, **given, stages=stages)
@@ -131,7 +131,7 @@ def simulate(
     Without ``sharding`` the plan's own is taken; the other arguments are those of :func:`cost_model`. A plan
     that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
     """
-    options = {"profile": profile, "sharding": sharding, "float8": float8}
+    options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
     return _simulate(plan, cost_model_of(plan, cluster, model, **options))
 

@@ -53,7 +53,7 @@ def compare(
     from seqloom.planners import requested_stages
 
     names = planner_names(planners)
-    options = {"profile": profile, "sharding": sharding, "float8": float8}
+    options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
     cost = cost_model(cluster, shared.load_model(model), **options, stages=requested_stages(names))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)

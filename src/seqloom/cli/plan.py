@@ -74,7 +74,7 @@ def plan(
     shared.check_output(picture, "picture", (".svg",))
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
-    options = {"profile": profile, "sharding": sharding, "float8": float8}
+    options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
     cost = cost_model(cluster, shared.load_model(model), **options, stages=1 if packs else requested_stages([planner]))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
@@ -127,7 +127,7 @@ def simulate(
 
     shared.check_output(picture, "picture", (".svg",))
     loaded = Plan.load(plan)
-    options = {"profile": profile, "sharding": sharding, "float8": float8}
+    options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
     cost = cost_model_of(loaded, cluster, shared.load_model(model), **options)
     evaluation = evaluate(loaded, cost)

@@ -174,6 +174,18 @@ def test_a_router_loss_that_is_not_computed_is_not_refused():
     check(tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.0))
 
 
+def test_models_with_their_own_dropout_are_refused_in_words():
+    """Also those that are no causal models, or do not say what their layers are."""
+    for model in (
+        on_meta("BertLMHeadModel", **SIZES, is_decoder=True),
+        on_meta("GPT2LMHeadModel", **GPT2),
+        on_meta("GPTJForCausalLM", **GPT2),
+        on_meta("BloomForCausalLM", hidden_size=16, n_layer=1, n_head=2, vocab_size=29, hidden_dropout=0.1),
+    ):
+        with pytest.raises(SeqloomError, match="is refused:"):
+            check(model)
+
+
 def test_dropout_in_layers_is_not_refused():
     check(on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "resid_pdrop": 0.1}))
 

@@ -26,8 +26,8 @@ from seqloom.integrations.transformers.checks import (
     check,
     decoder_layers,
     dynamic_ropes,
-    has_planned_dropout,
     logits_of,
+    planned_dropouts,
     unwrap,
 )
 from seqloom.integrations.transformers.layers import MLP_NAMES, remap_layers, tp_layers
@@ -90,7 +90,7 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
             f"{type(causal).__name__} stays with attention {chosen!r} when {NAME!r} is chosen: its code does not look "
             "attention up by name; use a model that does"
         )
-    if has_planned_dropout(causal):
+    if planned_dropouts(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
     return model
 
@@ -173,7 +173,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options = {"single_stage_reason": str(reason)}
     specs = attention_specs(layers)
     try:
-        if has_planned_dropout(causal):
+        if planned_dropouts(causal):
             raise NoTensorParallel("its layers have dropout, of which tensor ranks would have to know their features")
         regions, tp_axes, tp_divisors = tensor_plan(model, causal, layers, specs)
         check_positions(decoder, embedding, layers)

@@ -91,11 +91,13 @@ def decoder_layers(causal: Any) -> tuple[nn.Module, ...]:
     return layers
 
 
-def has_planned_dropout(causal: Any) -> bool:
-    """Whether layers of a causal model have dropout that `models.dropout` makes independent of the plan."""
-    return any(is_planned(module) for module in causal.modules()) and any(
-        is_planned(module) for layer in decoder_layers(causal) for module in layer.modules()
-    )
+def planned_dropouts(causal: Any) -> set[nn.Module]:
+    """Return the dropout modules of a causal model that `models.dropout` makes independent of the plan."""
+    try:
+        layers = decoder_layers(causal)
+    except SeqloomError:  # a model that does not say what its layers are
+        return set()
+    return {module for layer in layers for module in layer.modules() if is_planned(module)}
 
 
 def _refuse(name: str, why: str, way_out: str) -> Callable[[Find], Find]:
@@ -243,9 +245,7 @@ def _dropouts_of(kind: str, model: nn.Module, causal: Any) -> Iterator[str]:
     Left out are modules in layers, whose dropout is made independent of the plan, unless it is of attention weights.
     """
     configs = getattr(model, "peft_config", {}).values() if kind == "adapter" else (_text_config(causal),)
-    planned = set[nn.Module]()
-    if kind != "attention" and has_planned_dropout(causal):
-        planned = {module for layer in decoder_layers(causal) for module in layer.modules() if is_planned(module)}
+    planned = planned_dropouts(causal) if kind != "attention" else set[nn.Module]()
     dropouts = ((name, each) for name, each in model.named_modules() if isinstance(each, _DropoutNd))
     modules = [(name, each.p) for name, each in dropouts if each not in planned]
     numbers = [*modules, *_numbers(model, "dropout"), *_numbers(model, "layerdrop")]
