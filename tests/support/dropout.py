@@ -23,7 +23,7 @@ def expected_mask(
     seed: int, documents: np.ndarray, positions: np.ndarray, number: int, features: int, p: float
 ) -> np.ndarray:
     """Return 0 for what the dropout module of this number drops, else 1 / (1 - p); float64[tokens, features]."""
-    keys = _mixed64(np.full(len(documents), seed, dtype=np.uint64))
+    keys = _mixed64(np.full(len(documents), seed % 2**63, dtype=np.uint64))
     for each in (documents, positions):
         keys = _mixed64(keys + GOLDEN * (each.astype(np.uint64) + np.uint64(1)))
     keys = _mixed64(keys + GOLDEN * np.full(len(documents), number + 1, dtype=np.uint64))[:, None]

@@ -146,10 +146,12 @@ class Compute:
         """
         passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
         touched = sum(layer.touched for layer in values)
-        if self.float8_speedup == 1.0:
-            return passes * (2 * parameters / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
-        products = 1 + (passes - 1) / self.float8_speedup  # the weights' gradients are not in float8
-        return products * 2 * parameters / (self.matmul_tflops * 1e3) + passes * 2 * touched / self.memory_gb_s
+        products = self._product_time_ratio(passes) * (2 * parameters / (self.matmul_tflops * 1e3))
+        return passes * (products + 2 * touched / self.memory_gb_s)
+
+    def _product_time_ratio(self, passes: int) -> float:
+        """Time of so many products over their time in bfloat16: all but one, the weights' gradients, are in float8."""
+        return (1 + (passes - 1) / self.float8_speedup) / passes
 
     @property
     def _matmul_parameters(self) -> int:
@@ -163,9 +165,7 @@ class Compute:
         """
         touched = sum(layer.touched for layer in layer_values(self.model))
         products, moves = self._matmul_parameters / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
-        if self.float8_speedup == 1.0:
-            return products / (products + moves)
-        return products / (products * (1 + 2 / self.float8_speedup) / 3 + moves)
+        return products / (self._product_time_ratio(3) * products + moves)
 
     def head(self) -> float:
         """ns per token of the vocabulary projection and the loss, whose chunks are never recomputed."""

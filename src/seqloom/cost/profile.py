@@ -153,9 +153,7 @@ class AnalyticProfile(Profile):
     step_us: float = 0.0  # host time of a step beyond its rounds
     solo_time_ratio: float = 1.0  # a rank's time while all others wait, over its time while all are busy
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
-    float8_speedup: float = (
-        1.0  # products of linear layers in float8, with scaling, over those in bfloat16; 1: no float8
-    )
+    float8_speedup: float = 1.0  # products of linear layers in float8, scaling included, over bfloat16; 1: no float8
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a .json file, which ``Profile.load`` reads back."""

@@ -145,11 +145,13 @@ def _module_keys(context: Context, number: int, in_mlp: bool) -> torch.Tensor | 
 
 GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """Constants of SplitMix64, as signed numbers."""
+SEEDS = (1 << 63) - 1
+"""Bits of a seed that count."""
 
 
 def token_keys(seed: int, documents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return a random number for every token of a step, int64[tokens]."""
-    keys = _mixed64(torch.full_like(documents, seed))
+    keys = _mixed64(torch.full_like(documents, seed & SEEDS))
     for each in (documents, positions):
         keys = _mixed64(keys + GOLDEN * (each + 1))
     return keys

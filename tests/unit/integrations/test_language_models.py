@@ -78,6 +78,14 @@ def test_a_language_model_that_is_not_all_there_is_refused(tmp_path):
         built(tmp_path / "more")
 
 
+def test_tensors_of_images_beside_the_config_of_a_causal_model_are_refused(tmp_path):
+    model = whole_model("llava")
+    model.save_pretrained(tmp_path / "model")
+    model.config.text_config.save_pretrained(tmp_path / "model")
+    with pytest.raises(SeqloomError, match=r"have no place in the model|are missing in its safetensors"):
+        built(tmp_path / "model")
+
+
 def test_a_type_that_computes_something_else_is_refused(tmp_path):
     whole_model("aya_vision").save_pretrained(tmp_path / "model")
     with pytest.raises(SeqloomError):

@@ -112,12 +112,11 @@ def describe_huggingface(config: Config) -> ModelSpec:
 
 def huggingface_notes(config: Config) -> Sequence[str]:
     """Say so where only a part of a folder's model is trained."""
-    whole = AutoConfig.from_pretrained(cast("Path", config.model.huggingface), **LOCAL)
-    text = language_model_config(whole)
+    text = _language_model_of(cast("Path", config.model.huggingface))
     if text is None:
         return ()
-    trained = f"the language model ({text.model_type}) of a {whole.model_type} is trained, and written by itself"
-    return (f"{trained}; what sees images is left out",)
+    trained = f"the language model inside, a {text.model_type}, is trained, and written by itself"
+    return (f"{trained}; the parameters for images are left out",)
 
 
 HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface, describe_huggingface, huggingface_notes)
@@ -160,7 +159,8 @@ def _reader(folder: Path, model: Any) -> Read | None:
         return None
     shapes, read = open_safetensors(*_weight_files(folder))
     wanted = {name: list(each.shape) for name, each in model.named_parameters()}
-    part = next((each for each in MODEL_PARTS if all(shapes.get(each.stored(n)) == wanted[n] for n in wanted)), None)
+    parts = (WHOLE_MODEL,) if _language_model_of(folder) is None else LANGUAGE_MODELS
+    part = next((each for each in parts if all(shapes.get(each.stored(n)) == wanted[n] for n in wanted)), None)
     if part is None:
         return None
     ignored = re.compile("|".join({*IGNORED_TENSORS, *(model._keys_to_ignore_on_load_unexpected or ())}))
@@ -189,13 +189,18 @@ class ModelPart(NamedTuple):
         return self.head + name if inner == name else self.decoder + inner
 
 
-MODEL_PARTS = (
-    ModelPart("model.", "", ("",)),
+WHOLE_MODEL = ModelPart("model.", "", ("",))
+LANGUAGE_MODELS = (
     ModelPart("model.language_model.", "", ("model.language_model.", "lm_head.")),
     ModelPart("language_model.model.", "language_model.", ("language_model.",)),
     ModelPart("model.text_model.", "", ("model.text_model.", "lm_head.")),
 )
-"""The whole model; the language model inside one of images and text."""
+"""Inside a model of images and text."""
+
+
+def _language_model_of(folder: Path) -> Any | None:
+    """Return the config of the language model inside a folder's model of images and text; None: it is no such model."""
+    return language_model_config(AutoConfig.from_pretrained(folder, **LOCAL))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -218,7 +223,7 @@ def _converts(model_type: str) -> bool:
 
 def _load_all(folder: Path, dtype: torch.dtype) -> Any:
     """Load all parameters to the host's memory; refuse missing ones, which transformers would draw."""
-    if language_model_config(AutoConfig.from_pretrained(folder, **LOCAL)) is not None:
+    if _language_model_of(folder) is not None:
         raise SeqloomError(
             f"model.huggingface = {str(folder)!r}: the parameters of its language model are not in its safetensors by "
             "name and shape; load the language model with transformers and save it by itself"
