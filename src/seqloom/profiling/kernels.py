@@ -1,4 +1,4 @@
-"""Timing attention kernels on this machine: packs of equal documents, forward and backward, medians."""
+"""Timing attention kernels on this machine: packs of equal documents, forward and backward, medians; and copies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from seqloom import compat
 from seqloom.attention.kernels.dispatch import KernelTimes, Measurement, TimePoint, device_name, dtype_name
-from seqloom.attention.kernels.interface import AttentionShape, Kernel, Saved
+from seqloom.attention.kernels.interface import AttentionShape, Kernel, Saved, device_rows
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
@@ -43,7 +44,17 @@ def time_kernels(
             raise SeqloomError(refusal)
     times = tuple(_time_kernel(kernel, shape, settings, report) for kernel in kernels)
     sizes = (shape.heads, shape.kv_heads, shape.dim)
-    return Measurement(device_name(shape.device), torch.__version__, *sizes, dtype_name(shape.dtype), times)
+    names = (device_name(shape.device), torch.__version__, *sizes, dtype_name(shape.dtype))
+    return Measurement(*names, times, _time_copies(shape, settings))
+
+
+def _time_copies(shape: AttentionShape, settings: TimingSettings) -> float:
+    """Return the GB/s, read and written, of gathering every second document of a pack."""
+    length = settings.lengths[0]
+    start = np.arange(0, max(settings.tokens, 2 * length), 2 * length)
+    rows, (buffer, _) = device_rows(start, start + length, shape.device), shape.zeros(int(start[-1]) + length)
+    copied = 2 * buffer[rows].nbytes
+    return copied / _median_ns(lambda: buffer[rows], shape.device, settings.repeats)
 
 
 def _time_kernel(kernel: Kernel, shape: AttentionShape, settings: TimingSettings, report: Report | None) -> KernelTimes:

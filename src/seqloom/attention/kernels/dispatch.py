@@ -4,9 +4,10 @@
     KernelTable   measured times, written by `seqloom profile`; the package brings some
     Dispatcher    a kernel that splits segments over the available ones
 
-A predicted time is a sum: every kernel in use costs a call, every segment costs its time on its kernel. So for a given
-set of kernels each segment goes to the fastest of them; the few sets are all tried. Forward and backward are chosen
-separately: all a backward needs of its forward is the output and the log-sum-exp.
+A predicted time is a sum: every kernel in use costs a call, every segment costs its time on its kernel, and a kernel
+that does not work in place costs the copies of its rows. For each of the few sets of kernels every segment goes to the
+fastest of the set, and the set with the least sum is taken. Forward and backward are chosen separately: all a backward
+needs of its forward is the output and the log-sum-exp.
 
 A measured time is that of one segment among others in the same call, by how many (query, key) pairs it holds. Times for
 other head counts are scaled by the heads; other head dims and dtypes need a measurement of their own.
@@ -51,6 +52,8 @@ from seqloom.errors import SeqloomError, unknown_name
 from seqloom.reader import read_mapping
 
 FORMAT = 1
+DEFAULT_COPY_GB_S = 1000.0
+"""Of tables that do not say: below what any GPU with these kernels reaches, so that copies look dear, not cheap."""
 UNSUPPORTED_NS = 2**40
 """Time of a segment on a kernel that does not support it; far above any, and a sum of many still fits an integer."""
 
@@ -262,7 +265,8 @@ class Dispatcher:
         unmeasured = np.ones(len(segments), dtype=bool)
         for kernel, _ in timed:
             unmeasured &= ~kernel.capabilities.supports(segments)
-        choices = [] if unmeasured.all() else list(_fastest_split(timed, segments.select(~unmeasured), backward))
+        split = Split(tuple(timed), segments.select(~unmeasured), shape, measurement.copy_gb_s, backward)
+        choices = [] if unmeasured.all() else list(split.fastest())
         if unmeasured.any():
             choices += self._by_preference(able, segments.select(unmeasured), "no measured kernel takes it")
         return choices
@@ -296,32 +300,52 @@ class Dispatcher:
             yield KernelChoice(able[index], _drop_idle_window(segments.select(owner == index)), None, why)
 
 
-def _fastest_split(
-    timed: Sequence[tuple[Kernel, KernelTimes]], segments: Segments, backward: bool
-) -> Iterator[KernelChoice]:
-    """Split segments, each supported by one of the kernels, so that the predicted total is least.
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """Segments, each supported by one of these kernels, that are to be split over them in one pass."""
 
-    Fewer kernels win ties, then earlier ones.
-    """
-    supported = np.array([kernel.capabilities.supports(segments) for kernel, _ in timed])
-    predicted = np.array([times.predict_ns(segments, backward) for _, times in timed])
-    costs = np.where(supported, predicted, UNSUPPORTED_NS)
-    calls = np.array([times.call_ns(backward) for _, times in timed])
-    sets = [list(some) for size in range(1, len(timed) + 1) for some in combinations(range(len(timed)), size)]
-    totals = [int(calls[some].sum() + costs[some].min(axis=0).sum()) for some in sets]
-    best = sets[int(np.argmin(totals))]
-    owner = np.array(best)[costs[best].argmin(axis=0)]
-    single = ", ".join(
-        f"{kernel.capabilities.name} {int(calls[index] + costs[index].sum()) / 1e3:,.0f} us"
-        for index, (kernel, _) in enumerate(timed)
-        if supported[index].all()
-    )
-    why = f"least predicted total, {min(totals) / 1e3:,.0f} us" + (f"; alone: {single}" if single else "")
-    for index in np.unique(owner):
-        kernel, times = timed[index]
-        some = segments.select(owner == index)
-        total_ns = times.call_ns(backward) + int(times.predict_ns(some, backward).sum())
-        yield KernelChoice(kernel, _drop_idle_window(some), total_ns, why)
+    timed: tuple[tuple[Kernel, KernelTimes], ...]
+    segments: Segments
+    shape: AttentionShape
+    copy_gb_s: float
+    backward: bool
+
+    def fastest(self) -> Iterator[KernelChoice]:
+        """Return the split with the least predicted total. Fewer kernels win ties, then earlier ones."""
+        supported = np.array([kernel.capabilities.supports(self.segments) for kernel, _ in self.timed])
+        predicted = np.array([times.predict_ns(self.segments, self.backward) for _, times in self.timed])
+        costs = np.where(supported, predicted, UNSUPPORTED_NS)
+        count = len(self.timed)
+        sets = [list(some) for size in range(1, count + 1) for some in combinations(range(count), size)]
+        owners = [np.array(some)[costs[some].argmin(axis=0)] for some in sets]
+        totals = [sum(self._part_ns(index, owner == index, costs) for index in np.unique(owner)) for owner in owners]
+        best = owners[int(np.argmin(totals))]
+        single = ", ".join(
+            f"{self._name(index)} {totals[index] / 1e3:,.0f} us" for index in range(count) if supported[index].all()
+        )
+        why = f"least predicted total, {min(totals) / 1e3:,.0f} us" + (f"; alone: {single}" if single else "")
+        for index in np.unique(best):
+            part = _drop_idle_window(self.segments.select(best == index))
+            yield KernelChoice(self.timed[index][0], part, self._part_ns(index, best == index, costs), why)
+
+    def _name(self, index: int) -> str:
+        return self.timed[index][0].capabilities.name
+
+    def _part_ns(self, index: int, chosen: np.ndarray, costs: np.ndarray) -> int:
+        """Return the time of one kernel with these segments: its call, its copies, the segments."""
+        kernel, times = self.timed[index]
+        moved = self._copied_bytes(chosen) if kernel.capabilities.copies else 0
+        return times.call_ns(self.backward) + round(moved / self.copy_gb_s) + int(costs[index][chosen].sum())
+
+    def _copied_bytes(self, chosen: np.ndarray) -> int:
+        """Return the bytes that a kernel which copies reads and writes around its call."""
+        part, shape = self.segments.select(chosen), self.shape
+        head = shape.dim * shape.dtype.itemsize
+        q, kv = int(part.q_len.sum()) * shape.heads * head, 2 * int(part.k_len.sum()) * shape.kv_heads * head
+        inputs, results = (3 * q + kv, q + kv) if self.backward else (q + kv, q)
+        starts_and_stops = ((part.q_start, part.q_stop), (part.k_start, part.k_stop))
+        gathers = not all(np.array_equal(np.sort(start)[1:], np.sort(stop)[:-1]) for start, stop in starts_and_stops)
+        return 2 * (inputs * gathers + results * (gathers or not chosen.all()))
 
 
 def _drop_idle_window(segments: Segments) -> Segments:
@@ -364,7 +388,7 @@ class PreparedSplit:
 
         def place(shares: Sequence[tuple[Kernel, Segments]]) -> tuple[_PlacedPart, ...]:
             keys = []
-            for kernel, part in sorted(shares, key=_write_order):
+            for kernel, part in sorted(shares, key=_fewest_rows):
                 keys.append((id(kernel), part.q_start.tobytes()))
                 if keys[-1] not in placed:
                     placed[keys[-1]] = _PlacedPart.of(kernel, part, shape)
@@ -399,10 +423,9 @@ class PreparedSplit:
         return gradients
 
 
-def _write_order(share: tuple[Kernel, Segments]) -> tuple[bool, int]:
-    """Kernels that overwrite rows behind theirs come first, then the part with most rows, which is never copied."""
-    kernel, segments = share
-    return not kernel.capabilities.overwrites, -int(segments.q_len.sum() + segments.k_len.sum())
+def _fewest_rows(share: tuple[Kernel, Segments]) -> int:
+    """Sort the part with most rows first: its results are never copied."""
+    return -int(share[1].q_len.sum() + share[1].k_len.sum())
 
 
 # -- measured times ---------------------------------------------------------------------------------------------------
@@ -468,6 +491,7 @@ class Measurement:
         device: its name, see `device_name`.
         torch: version it was measured with.
         heads, kv_heads, dim: of the tensors; dtype: for example "bfloat16".
+        copy_gb_s: GB/s, read and written, of gathering rows of a tensor.
     """
 
     device: str
@@ -477,6 +501,7 @@ class Measurement:
     dim: int
     dtype: str
     times: tuple[KernelTimes, ...]
+    copy_gb_s: float = DEFAULT_COPY_GB_S
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -554,8 +579,18 @@ def _read_measurement(content: dict[str, Any]) -> Measurement:
     heads, kv_heads, dim = (int(content[name]) for name in ("heads", "kv_heads", "dim"))
     if min(heads, kv_heads, dim) < 1:
         raise ValueError(f"{heads} heads, {kv_heads} kv heads, head dim {dim}")
+    copy_gb_s = float(content.get("copy_gb_s", DEFAULT_COPY_GB_S))
+    if copy_gb_s <= 0:
+        raise ValueError(f"copy_gb_s {copy_gb_s}")
     return Measurement(
-        str(content["device"]), str(content["torch"]), heads, kv_heads, dim, str(content["dtype"]), times
+        str(content["device"]),
+        str(content["torch"]),
+        heads,
+        kv_heads,
+        dim,
+        str(content["dtype"]),
+        times,
+        copy_gb_s,
     )
 
 

@@ -42,7 +42,14 @@ class Varlen:
     """
 
     capabilities = Capabilities(
-        "varlen", ("cuda",), (torch.bfloat16, torch.float16), max_dim=256, dim_multiple=8, offsets=False, prefixes=True
+        "varlen",
+        ("cuda",),
+        (torch.bfloat16, torch.float16),
+        max_dim=256,
+        dim_multiple=8,
+        offsets=False,
+        prefixes=True,
+        copies=True,
     )
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedVarlen:

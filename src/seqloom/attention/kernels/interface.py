@@ -56,7 +56,8 @@ class Capabilities:
         offsets: takes any offset; otherwise only squares (offset 0, as many queries as keys) and unmasked segments.
         prefixes: where `offsets` is false, also takes segments that end on the diagonal (offset = keys - queries > 0).
         softcap: caps logits.
-        overwrites: also writes rows behind its segments, so it must run before the kernels that own these rows.
+        copies: its calls work on rows that lie one after the other: it gathers others, and copies the results to their
+            place in the buffers where it does not serve all rows.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Capabilities:
     offsets: bool = True
     prefixes: bool = False
     softcap: bool = False
-    overwrites: bool = False
+    copies: bool = False
 
     def unsupported(self, segments: Segments, shape: AttentionShape) -> str | None:
         """Return why the kernel cannot run these segments (value, rule, legal values); None when it can."""

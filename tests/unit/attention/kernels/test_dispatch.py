@@ -17,13 +17,14 @@ from seqloom.attention.kernels.dispatch import (
     KernelTimes,
     Measurement,
     PreparedSplit,
+    Split,
     TimePoint,
     device_name,
 )
 from seqloom.attention.kernels.interface import AttentionShape, Capabilities, KernelUse, device_rows
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
-from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
+from support.segment_cases import SCALE, kernel_errors, segment_cases
 
 torch.set_num_threads(1)
 
@@ -199,37 +200,33 @@ def test_forward_and_backward_are_chosen_apart():
     assert isinstance(dispatcher.prepare(Segments.packed([4, 5]), SHAPE), PreparedSplit)
 
 
-@dataclass
-class Spilling(Plain):
-    """Writes nonsense into all rows that are not its own."""
-
-    def prepare(self, segments, shape):
-        return Spilled(super().prepare(segments, shape))
-
-
-@dataclass
-class Spilled:
-    plain: PreparedReference
-
-    def forward(self, q, k, v):
-        out, lse = self.plain.forward(q, k, v)
-        return torch.where(lse.T.unsqueeze(-1) == -torch.inf, 7.0, out), torch.where(lse == -torch.inf, 7.0, lse)
-
-    def backward(self, *tensors):
-        own = device_rows(self.plain.segments.q_start, self.plain.segments.q_stop, CPU)
-        spilled = []
-        for grad in self.plain.backward(*tensors):
-            spilled.append(torch.full_like(grad, 7.0))
-            spilled[-1][own] = grad[own]
-        return tuple(spilled)
+def test_copies_of_a_split_are_paid_for():
+    """Short documents between long ones: the kernel of the long ones would gather their rows, if they are not first."""
+    long, short = times("squares", 0, (1, 800), (64, 1_000)), times("any", 0, (1, 0), (64, 2_000))
+    row = 2 * SHAPE.dim * SHAPE.dtype.itemsize * (2 * SHAPE.heads + 2 * SHAPE.kv_heads)  # q, k, v; out
+    for copies, gb_s, alone in ((False, 1.0, False), (True, 1.0, True), (True, 2 * 128 * row / 1_600, False)):
+        measured = replace(table(long, short).measurements[0], copy_gb_s=gb_s)
+        kernels = (Plain(replace(SQUARES, copies=copies)), Plain(ANY))
+        dispatcher = Dispatcher(kernels, KernelTable((measured,)))
+        split = {"squares": [64, 64], "any": [1, 1]}
+        assert chosen(dispatcher, [64, 1, 64, 1]) == ({"squares": [64, 1, 64, 1]} if alone else split)
+        [first, *_] = dispatcher.choose(Segments.packed([64, 1, 64, 1]), SHAPE)
+        copied = 128 * row / gb_s if copies and not alone else 0
+        assert first.predicted_ns == (3_600 if alone else round(2_000 + copied))
 
 
-def test_a_kernel_that_overwrites_other_rows_runs_first():
-    spilling = Spilling(replace(SQUARES, overwrites=True))
-    dispatcher = Dispatcher((Writing(ANY), spilling), min_lengths={"any": 8})
-    case = Case(Segments.packed([3, 20, 4, 30, 2]), 59, 59)
-    assert {row["kernel"] for row in dispatcher.explain(case.segments, SHAPE)} == {"any", "squares"}
-    assert max(kernel_errors(dispatcher, case, SHAPE).values()) < 1e-12
+def test_rows_in_one_run_are_not_gathered():
+    kernel, point = replace(SQUARES, copies=True), (TimePoint(64, 0, 0),)
+    split = Split(
+        ((Plain(kernel), KernelTimes("squares", 0, 0, point, point)),), Segments.packed([8, 3, 5]), SHAPE, 1.0, False
+    )
+    q, kv = SHAPE.heads * SHAPE.dim * 8, 2 * SHAPE.kv_heads * SHAPE.dim * 8
+    for backward, inputs, results in ((False, q + kv, q), (True, 3 * q + kv, q + kv)):
+        found = [
+            replace(split, backward=backward)._copied_bytes(np.array(chosen))
+            for chosen in ([True, True, True], [True, True, False], [False, True, True], [True, False, True])
+        ]
+        assert found == [0, 2 * 11 * results, 2 * 8 * results, 2 * 13 * (inputs + results)]
 
 
 def test_a_window_that_hides_nothing_is_dropped():
