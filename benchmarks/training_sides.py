@@ -23,7 +23,7 @@ from seqloom.engine import bind_plan, run_step
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span
 from seqloom.models import ModelAdapter, summed_loss
-from seqloom.params import ReplicatedParameters, scale_gradients
+from seqloom.params import ReplicatedParameters
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.train.model import prepare_layers
 
@@ -75,6 +75,7 @@ class Sides:
         """A whole step, timed."""
         keep, cuda = Checkpoint(recompute), self.device.type == "cuda"
         model = self._rival(side, keep) if isinstance(side, Rival) else None
+        pack = pack if isinstance(side, Rival) else pack.longest_first()  # as planners order documents and readers read
         self.optimiser.zero_grad()  # what a step that ran out of memory may have left
         if cuda:
             torch.cuda.synchronize()
@@ -107,8 +108,7 @@ class Sides:
         pipeline = Pipeline.single((0,), self.config.num_hidden_layers, rounds, Reduce.STEP)
         plan = Plan(limits, Sharding.NONE, Reduce.STEP, tuple(pack.lengths), (pipeline,), "benchmark")
         bound = bind_plan(plan, SingleRankTransport(), device=self.device, prepare=self._prepare)
-        result = run_step(bound, engine, lambda context: self._upload(pack), pack.valid)
-        scale_gradients(engine, min(1.0, CLIP / result.gradient_norm))
+        result = run_step(bound, engine, lambda context: self._upload(pack), pack.valid, max_norm=CLIP)
         return result.loss, result.gradient_norm
 
     def _prepare(self, context: Context) -> None:

@@ -14,7 +14,7 @@ from seqloom.layout import Span
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.params.fsdp import FSDPParameters
-from seqloom.params.interface import ReplicatedParameters, scale_gradients
+from seqloom.params.interface import ReplicatedParameters
 from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding
 from support.steps import Found, Step, one_stage_plan, open_together, tiny_spec
@@ -103,8 +103,7 @@ def trained_with(transport, step, plan, compute, kind):
     optimiser = torch.optim.AdamW(parameters.master_weights().values(), lr=0.02)
     bound, losses = bind_plan(plan, transport), []
     for _ in range(4):
-        result = run_step(bound, parameters, step.rows(), step.valid)
-        scale_gradients(parameters, min(1.0, 1.0 / result.gradient_norm))
+        result = run_step(bound, parameters, step.rows(), step.valid, max_norm=1.0)
         optimiser.step()
         losses.append(result.loss)
     losses.append(evaluate(bound, parameters, step.rows(), step.valid))

@@ -10,12 +10,12 @@ from torch.nn.functional import cross_entropy
 from seqloom.dist import bind_single_rank
 from seqloom.engine import bind_plan, run_step
 from seqloom.models.loss import IGNORED
-from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters, scale_gradients
+from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.plan import Sharding, Stage
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Optimiser
 from seqloom.train.model import prepare_layers
-from seqloom.train.optim import clip_factor, make_optimiser, state_by_name
+from seqloom.train.optim import make_optimiser, state_by_name
 from support.runs import latest_checkpoint
 from support.shapes import STRATEGIES, in_nodes_of, twenty_plans
 from support.steps import Step, tiny_spec
@@ -43,7 +43,7 @@ def alone(dtype, numbers, *, one_by_one=False):
             total += loss.item()
         gradients = [each.grad for each in model.parameters()]
         norm = torch.stack([each.norm() for each in gradients]).norm().item()
-        torch._foreach_mul_(gradients, clip_factor(norm, LIMIT))
+        torch._foreach_mul_(gradients, min(1.0, LIMIT / norm))
         optimiser.step()
         optimiser.zero_grad()
         curve.append((total, norm))
@@ -92,8 +92,8 @@ def train(transport, dtype, plans, folder, hops=()):
                     path = latest_checkpoint(Path(folder) / str(hop))
                     checkpoints.load(path, model=parameters.master_weights(), optimiser=state_by_name(optimiser))
                 between.append(everything(parameters, optimiser))
-        result = run_step(bind_plan(plan, transport), parameters, replace(step, dtype=dtype).rows(), step.valid)
-        scale_gradients(parameters, clip_factor(result.gradient_norm, LIMIT))
+        rows = replace(step, dtype=dtype).rows()
+        result = run_step(bind_plan(plan, transport), parameters, rows, step.valid, max_norm=LIMIT)
         optimiser.step()
         curve.append((result.loss, result.gradient_norm))
     return curve, everything(parameters, optimiser), between

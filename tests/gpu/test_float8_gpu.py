@@ -33,7 +33,7 @@ def test_products_equal_those_of_the_cpu(rows, wide, out):
     weight, dy = torch.randn(out, wide, dtype=torch.bfloat16), torch.randn(rows, out, dtype=torch.bfloat16)
     results = []
     for device in ("cpu", "cuda"):
-        inputs = [each.to(device).requires_grad_() for each in (x, weight)]
+        inputs = [each.clone().to(device).requires_grad_() for each in (x, weight)]
         y = float8_linear(*inputs, None)
         y.backward(dy.to(device))
         results.append([y.detach(), *(each.grad for each in inputs)])
@@ -75,4 +75,6 @@ def test_compiled_layers_compute_the_same():
             weight = (plain if module is plain else changed)[0].weight
             results.append([out.detach(), inputs.grad, weight.grad.clone()])
         for exact, found, fused in zip(*results, strict=True):
-            assert difference(found, exact) < 0.08 and difference(fused, found) < 0.03
+            # A fused activation is not rounded to bfloat16 before it is rounded to float8, so some values fall on the
+            # other side: the graph must be as near to the exact result as the plain layers, not to these.
+            assert difference(found, exact) < 0.08 and difference(fused, exact) < 0.08

@@ -31,7 +31,7 @@ from seqloom.engine.rank_actions import RankPlan
 from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import valid_tokens
-from seqloom.params.interface import Parameters
+from seqloom.params.interface import Parameters, scale_gradients
 from seqloom.plan import Action, ActionKind, Checkpoint, Sharding
 
 Rows = Callable[[Context], tuple[torch.Tensor, torch.Tensor]]
@@ -51,11 +51,12 @@ class StepResult:
 
     Attributes:
         loss: sum of the token losses / valid tokens.
-        gradient_norm: of the whole model, every parameter once, before any clipping.
+        gradient_norm: of the whole model, every parameter once, before clipping.
         valid: tokens that the loss counts.
         tokens: of this rank.
-        step_s: seconds from the call to the gradients; those below are its parts, what is left is host work between
-            actions. On a GPU they are times of its stream, so that host work shows only where the GPU waits for it.
+        step_s: seconds from the call to the gradients and their norm; those below are its parts, what is left is host
+            work between actions. On a GPU they are times of its stream, so that host work shows only where the GPU
+            waits for it.
         forward_s, backward_s: seconds of these actions, with the collectives inside of them: exchanges of attention,
             and of layers that gather and reduce their own parameters (FSDP2). Backward contains recomputation and both
             halves of a split backward.
@@ -77,13 +78,16 @@ class StepResult:
     rows_s: float = 0.0
 
 
-def run_step(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> StepResult:
+def run_step(
+    rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, *, max_norm: float | None = None
+) -> StepResult:
     """Run a plan. All ranks call it; then the gradients of the whole step are in `parameters`.
 
     Args:
         parameters: of the model; gradients of an earlier step are dropped.
         rows: reads this rank's tokens and labels of a round.
         valid: labels that count, in the whole step; known from the data before the first round.
+        max_norm: scale the gradients down to this norm of the whole model's gradient; None: leave them as they are.
     """
     _check(rank_plan, parameters, valid)
     timer = Timer(rank_plan.device)
@@ -96,7 +100,7 @@ def run_step(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int
     weights.enabled = any(action.kind == W for action in rank_plan.actions)
     run = _Run(rank_plan, parameters, rows, valid, timer, training=True)
     run.run_actions()
-    return run.finish()
+    return run.finish(max_norm)
 
 
 def evaluate(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> float:
@@ -146,14 +150,20 @@ class _Run:
         if self._rank_plan.kv_cache is not None:
             self._rank_plan.kv_cache.check_empty()
 
-    def finish(self) -> StepResult:
+    def finish(self, max_norm: float | None) -> StepResult:
         with self._timer.measure(REDUCE.value):
             self._parameters.finish_gradients()
-            loss, norm = self.global_loss(), float(self._parameters.gradient_norm())
+            norm = self._parameters.gradient_norm().to(self._totals)
+            self._reduce_totals()
+        numbers = _start_copy_to_host(torch.cat((self._totals, norm[None])))
+        self._timer.stop()
+        if max_norm is not None:  # not waited for: the GPU is busy while the host goes on to the optimiser
+            scale_gradients(self._parameters, (max_norm / norm).clamp(max=1.0))
         seconds = self._timer.seconds()
+        total, counted, norm_found = numbers.tolist()
         return StepResult(
-            loss,
-            norm,
+            self._mean_loss(total, counted),
+            norm_found,
             self._valid,
             self._rank_plan.tokens,
             step_s=seconds["step"],
@@ -165,10 +175,16 @@ class _Run:
         )
 
     def global_loss(self) -> float:
-        """Sum over all ranks; refuse a step with another number of valid labels than announced."""
+        """Return the loss of the step; waits for the device."""
+        self._reduce_totals()
+        return self._mean_loss(*self._totals.tolist())
+
+    def _reduce_totals(self) -> None:
         transport = self._rank_plan.transport
         transport.all_reduce(self._totals, tuple(range(transport.ranks)))
-        total, counted = self._totals.tolist()
+
+    def _mean_loss(self, total: float, counted: float) -> float:
+        """Divide by the valid labels; refuse a step with another number of them than announced."""
         if counted != self._valid:
             raise SeqloomError(
                 f"{int(counted)} labels of this step count, {self._valid} were announced: its gradients have the wrong "
@@ -391,12 +407,13 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 
 class Timer:
-    """Seconds by name: by the host's clock, or by a GPU's events, which only `seconds` waits for."""
+    """Seconds by name until `stop`: by the host's clock, or by a GPU's events, which only `seconds` waits for."""
 
     def __init__(self, device: torch.device) -> None:
         """Start; on a GPU, in the order of its current stream."""
         self._cuda = device.type == "cuda"
-        self._start = self._now()
+        self._start: Any = self._now()
+        self._stop: Any = None
         self._measured: list[tuple[str, Any, Any]] = []
 
     @contextmanager
@@ -406,13 +423,19 @@ class Timer:
         yield
         self._measured.append((name, start, self._now()))
 
+    def stop(self) -> None:
+        """End the step's time here; on a GPU, in the order of its current stream."""
+        self._stop = self._now()
+
     def seconds(self) -> defaultdict[str, float]:
-        """Return the seconds of every name, 0 for others, and the time since the start as "step"."""
-        measured = [*self._measured, ("step", self._start, self._now())]
+        """Return the seconds of every name, 0 for others, and those from start to stop as "step".
+
+        On a GPU it waits until the stream has come to the stop, not for what was launched behind it.
+        """
         if self._cuda:
-            torch.cuda.synchronize()
+            self._stop.synchronize()
         total: defaultdict[str, float] = defaultdict(float)
-        for name, start, stop in measured:
+        for name, start, stop in (*self._measured, ("step", self._start, self._stop)):
             total[name] += start.elapsed_time(stop) / 1000 if self._cuda else stop - start
         return total
 
@@ -423,6 +446,13 @@ class Timer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, which is complete once the current stream has come to this point."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _row_slices(rank_plan: RankPlan, action: Action) -> tuple[RowSlice, ...]:

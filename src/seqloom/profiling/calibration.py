@@ -41,7 +41,7 @@ from seqloom.profiling.kernels import TimingSettings, synchronize, time_kernels
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.config import Optimiser
 from seqloom.train.model import prepare_layers, shard_parameters
-from seqloom.train.optim import clip_gradients, make_optimiser
+from seqloom.train.optim import make_optimiser
 from seqloom.train.trainer import gather_values
 
 REPEATS, TURNS = 3, 3
@@ -287,8 +287,7 @@ class StepTimer:
         """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
         self.slowest(0.0)  # all ranks begin together
         begin = time.perf_counter()
-        self.last_result = result = self.gradients(self.bind(plan))
-        clip_gradients(self._parameters, result.gradient_norm, self._settings.clip)
+        self.last_result = self.gradients(self.bind(plan))
         self._optimiser.step()
         self._parameters.zero_grad()
         synchronize(self._device)
@@ -300,7 +299,8 @@ class StepTimer:
 
     def gradients(self, rank_plan: RankPlan) -> StepResult:
         """Run a plan up to its gradients."""
-        return run_step(rank_plan, self._parameters, self._rows, sum(rank_plan.plan.documents))
+        tokens, clip = sum(rank_plan.plan.documents), self._settings.clip
+        return run_step(rank_plan, self._parameters, self._rows, tokens, max_norm=clip)
 
     def _rows(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and labels that are the same for a token on whatever rank it is."""

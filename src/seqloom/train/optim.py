@@ -1,4 +1,4 @@
-"""AdamW over named parameters, gradient clipping, the learning rate, and the optimiser's state by parameter name.
+"""AdamW over named parameters, the learning rate, and the optimiser's state by parameter name.
 
 The learning rate is a pure function of the step, so a resumed run needs no state of it.
 """
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
-from seqloom.params import Parameters, scale_gradients
 
 if TYPE_CHECKING:
     from seqloom.train.config import Optimiser, Schedule
@@ -47,21 +46,13 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(parameters: Parameters, norm: float, max_norm: float) -> None:
-    """Scale all gradients of a step down so that the norm of the whole model's gradient is at most `max_norm`."""
-    factor = clip_factor(norm, max_norm)
-    if factor < 1:
-        scale_gradients(parameters, factor)
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor that brings gradients of this norm to at most `max_norm`; a limit of 0 is none."""
+def check_gradient_norm(norm: float) -> None:
+    """Refuse to update parameters by gradients that are no numbers."""
     if not math.isfinite(norm):
         raise SeqloomError(
             f"the gradient's norm is {norm}; nothing was updated. Lower optimiser.lr, lengthen schedule.warmup, or "
             "look for a bad document in this step"
         )
-    return min(1.0, max_norm / norm) if max_norm and norm else 1.0
 
 
 def state_by_name(optimiser: torch.optim.AdamW) -> dict[str, dict[str, torch.Tensor]]:

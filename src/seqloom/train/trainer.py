@@ -7,8 +7,8 @@ All ranks run the same lines in the same order; only rank 0 plans, displays and 
    step to all ranks, which only parse it.
 2. `Trainer.train_step` binds the plan: groups, split sizes, `cu_seqlens` of every round, once for all layers.
 3. `engine.run_step` runs the rounds: each rank reads only the spans of its layout, ahead (`data.RowReader`), layers
-   run on packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced.
-4. `Trainer.update` clips the gradients, sets the learning rate and steps the optimiser.
+   run on packed tokens, the loss is divided by the step's valid tokens, and gradients are reduced and clipped.
+4. `Trainer.update` sets the learning rate and steps the optimiser.
 5. Predicted and measured time, its phases, memory, MFU and gap to the bound become a `StepRecord`; one all-gather
    brings together what the ranks measured.
 
@@ -61,7 +61,7 @@ from seqloom.train.model import (
     prepare_layers,
     shard_parameters,
 )
-from seqloom.train.optim import clip_gradients, learning_rate, make_optimiser, set_learning_rate, state_by_name
+from seqloom.train.optim import check_gradient_norm, learning_rate, make_optimiser, set_learning_rate, state_by_name
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
 from seqloom.train.signals import blocked_signals
 
@@ -210,8 +210,9 @@ class Trainer(AbstractContextManager):
             phase = f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}"
             self._enter_phase(phase, details=rank_plan.progress.report)
         with RowReader(rank_plan, self.setup.source, batch) as rows:
-            result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens)
-        computed = time.perf_counter()  # `run_step` has waited for the device
+            clip = self.config.optimiser.clip or None
+            result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens, max_norm=clip)
+        computed = time.perf_counter()  # `run_step` has waited for the device, but not for the clipping
         rate = self.update(step_plan.step, result)
         if cuda:
             torch.cuda.synchronize(self.device)  # the optimiser's kernels are part of the step
@@ -270,9 +271,9 @@ class Trainer(AbstractContextManager):
         return bind_plan(plan, self.transport, **options)
 
     def update(self, step: int, result: StepResult) -> float:
-        """Clip the gradients, set the learning rate, step the optimiser; return the rate."""
+        """Set the learning rate and step the optimiser, unless a gradient is no number; return the rate."""
         settings, schedule = self.config.optimiser, self.config.schedule
-        clip_gradients(self.parameters, result.gradient_norm, settings.clip)
+        check_gradient_norm(result.gradient_norm)
         rate = learning_rate(step, steps=self.setup.steps, peak=settings.lr, schedule=schedule)
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()

@@ -11,7 +11,7 @@ from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models.adapter import ModelAdapter
-from seqloom.params.interface import ReplicatedParameters, scale_gradients
+from seqloom.params.interface import ReplicatedParameters
 from seqloom.plan import Checkpoint, Group, Reduce, Sharding
 from support.steps import Step, one_stage_plan, open_together, tiny_spec
 
@@ -90,8 +90,7 @@ def test_steps_follow_each_other_and_optimisers_step():
             optimiser = torch.optim.SGD(parameters.master_weights().values(), lr=0.05)
             losses = []
             for _ in range(3):
-                result = run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
-                scale_gradients(parameters, min(1.0, 0.5 / result.gradient_norm))
+                result = run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid, max_norm=0.5)
                 optimiser.step()
                 losses.append(result.loss)
             return losses
@@ -101,6 +100,25 @@ def test_steps_follow_each_other_and_optimisers_step():
     alone = one_stage_plan([[Group((0,), 1, 1, tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths)))]], ranks=1)
     assert train(one_stage_plan(ROUNDS, ranks=4)) == pytest.approx(train(alone), rel=1e-12)
     assert train(alone)[2] < train(alone)[0]
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0, 4.0])
+def test_gradients_are_scaled_to_the_largest_norm(share):
+    plan = one_stage_plan(ROUNDS, ranks=4)
+
+    def body(transport):
+        parameters = ReplicatedParameters(ModelAdapter.of(STEP.model()), transport)
+        bound, rows = bind_plan(plan, transport), STEP.rows()
+        norm = run_step(bound, parameters, rows, STEP.valid).gradient_norm
+        plain = [each.grad.clone() for each in parameters.master_weights().values()]
+        found = run_step(bound, parameters, rows, STEP.valid, max_norm=share * norm)
+        clipped = [each.grad for each in parameters.master_weights().values()]
+        return norm, found.gradient_norm, plain, clipped
+
+    for norm, again, plain, clipped in run_ranks(4, body):
+        assert again == norm, "of the gradients before they are scaled"
+        for before, after in zip(plain, clipped, strict=True):
+            torch.testing.assert_close(after, min(1.0, share) * before, rtol=1e-14, atol=0)
 
 
 def test_evaluation_is_the_same_loss_without_gradients():
