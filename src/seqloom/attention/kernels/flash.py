@@ -33,6 +33,7 @@ from seqloom.attention.kernels.interface import (
 from seqloom.attention.masks import Segments
 from seqloom.attention.merge import sum_dtype
 from seqloom.dist.rows import on_device
+from seqloom.errors import SeqloomError
 
 
 class Varlen:
@@ -117,7 +118,13 @@ class FlashOperator(NamedTuple):
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one of its parts about another
-            interface = import_module("flash_attn.cute.interface")
+            try:
+                interface = import_module("flash_attn.cute.interface")
+            except ImportError as error:
+                raise SeqloomError(
+                    f"package flash-attn-4 is installed and cannot be loaded: {error}; install it again with what it "
+                    "needs (pip install 'seqloom[gpu]'), or remove it: attention then runs on Triton's kernels"
+                ) from error
         warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument")
         calling = Lock()
 

@@ -16,6 +16,7 @@ from seqloom.attention.kernels.cpu import Reference
 from seqloom.attention.kernels.flash import FA4_LEAST, FlashAttention4, FlashOperator, Varlen
 from seqloom.attention.kernels.interface import AttentionShape, InPlaceAttention, KernelUse, Saved
 from seqloom.attention.masks import Segments
+from seqloom.errors import SeqloomError
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 
 torch.set_num_threads(1)
@@ -198,3 +199,10 @@ def test_fa4_is_deterministic_where_torch_is_told_to_be(plain_fa4):
         finally:
             torch.use_deterministic_algorithms(False)
     assert plain_fa4.deterministic == [False, True]
+
+
+def test_a_package_that_cannot_be_loaded_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)  # importing it is an ImportError
+    FlashOperator.of_fa4.cache_clear()
+    with pytest.raises(SeqloomError, match=r"flash-attn-4 is installed and cannot be loaded: .*; install it again"):
+        FlashOperator.of_fa4()
