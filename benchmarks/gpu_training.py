@@ -10,7 +10,7 @@ packed   packs of 32K tokens with lengths that the process has not seen. Everyth
          or, where that does not fit, nothing.
 long     one document of 128K tokens, beside the fastest rival with full gradient checkpointing
 mfu      6 x parameters x tokens + 3 x causal attention forward, over time and 989 TFLOP/s
-profile  only if asked for: the kernels of a pack's step by their time
+profile  only if asked for: the kernels of a pack's step by what they are for, beside rivals with faster layers
 """
 
 from __future__ import annotations

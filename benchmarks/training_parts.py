@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from functools import partial
 from statistics import median
 
 import numpy as np
 import torch
-from common import Check, progress
+from common import Check, progress, show
 from gpu_packs import drawn_packs
+from kernel_shares import profiled, shares
 from training_inputs import Pack, Step
 from training_rivals import PACKED, Rival, missing
 from training_sides import OURS, Sides
@@ -124,13 +126,19 @@ class Run:
         self.checks.append(Check(f"causal MFU at {self.long_tokens} tokens, %", 100 * share, 52, at_least=True))
 
     def profile(self) -> None:
-        """Where the time of a pack goes: the GPU's kernels by their time, side by side."""
+        """Where the time of a pack goes: the GPU's kernels by what they are for, ours beside the strongest rivals."""
         pack = self.sides.pack(drawn_packs(self.arguments.lengths, 1, self.arguments.seed, self.tokens)[0])
-        for side in (OURS, *self.rivals):
-            self.step("warm-up", side, pack, "none")
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-                self.step("profiled", side, pack, "none")
-            print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=90))
+        self.figures["profile"] = found = {}
+        for side in (OURS, *(rival for rival in self.rivals if rival.layers != "plain")):
+            for _ in range(2):
+                self.step("warm-up", side, pack, "none")
+            found[str(side)] = shares(profiled(partial(self.step, "profiled", side, pack, "none")))
+        times = found[OURS]["ms"]
+        share = times["matrix products"] / times["whole step"]
+        what = f"matrix products, share of a step of {self.tokens} tokens"
+        self.checks.append(Check(what, share, 0.8, at_least=True))
+        rows = [(kind, *(f"{side['ms'][kind]:.1f}" for side in found.values())) for kind in times]
+        show("milliseconds of kernels in a step", ("", *found), rows)
 
 
 def compare(packs: list[dict[str, float]]) -> dict[str, list[float]]:

@@ -110,3 +110,14 @@ def test_sides_that_disagree_are_not_timed(difference):
     run.checks = []
     with pytest.raises(SystemExit, match="mean nothing"):
         run.near("loss", difference, 0.01)
+
+
+def test_kernels_of_a_step_by_what_they_are_for():
+    from kernel_shares import IDLE, OTHERS, Kernel, shares
+
+    names = ("nvjet_tst_128x256", "kernel_cutlass_flash_attncute_fwd", "triton_red_fused_add", "_losses_kernel", "else")
+    places = [(0, 10_000), (10_000, 12_000), (15_000, 16_000), (15_500, 16_500), (16_500, 17_000)]
+    found = shares(Kernel(name, *place) for name, place in zip(names, places, strict=True))["ms"]
+    assert [each for each in found.values() if each] == [2, 10, 1, 1, 0.5, 3, 17]
+    assert (found["matrix products"], found["attention"], found["loss"], found[OTHERS]) == (10, 2, 1, 0.5)
+    assert (found[IDLE], found["whole step"]) == (3, 17)
