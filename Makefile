@@ -42,7 +42,7 @@ test-full: lint layers types  ## the longer set: slow tests, more examples; logg
 
 test-gpu: $(DEV_READY)  ## kernels on a GPU, then 2, 4 and 8 ranks over NCCL that share it; without a GPU it says so
 	$(BIN)/python -m pytest -m gpu -n $(GPU_JOBS) -p no:cacheprovider --timeout=600 tests/gpu tests/distributed/test_cuda.py
-	$(BIN)/python -m pytest -m nccl -n $(NCCL_JOBS) --dist worksteal -p no:cacheprovider --timeout=600 tests/nccl --ignore=$(ALONE)
+	$(BIN)/python -m pytest -m nccl -n $(NCCL_JOBS) --dist load --maxschedchunk 1 -p no:cacheprovider --timeout=600 tests/nccl --ignore=$(ALONE)
 	$(BIN)/python -m pytest -m nccl -n 0 -p no:cacheprovider --timeout=600 $(ALONE)
 
 test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on this machine; needs root and iproute2
