@@ -43,14 +43,6 @@ class Pack(NamedTuple):
         labels = ids.roll(-1).index_fill(0, torch.tensor(list(accumulate(lengths))) - 1, IGNORED)
         return cls(lengths, *((x.pin_memory() if device.type == "cuda" else x) for x in (ids, labels)))
 
-    def longest_first(self) -> Pack:
-        """The same documents in another order."""
-        order = sorted(range(len(self.lengths)), key=lambda number: -self.lengths[number])
-        parts = [x.split(self.lengths) for x in (self.ids, self.labels)]
-        ids, labels = (torch.cat([part[number] for number in order]) for part in parts)
-        pinned = (x.pin_memory() if self.ids.is_pinned() else x for x in (ids, labels))
-        return Pack([self.lengths[number] for number in order], *pinned)
-
     @property
     def valid(self) -> int:
         """Labels that count."""

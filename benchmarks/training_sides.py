@@ -75,7 +75,6 @@ class Sides:
         """A whole step, timed."""
         keep, cuda = Checkpoint(recompute), self.device.type == "cuda"
         model = self._rival(side, keep) if isinstance(side, Rival) else None
-        pack = pack if isinstance(side, Rival) else pack.longest_first()  # as planners order documents and readers read
         self.optimiser.zero_grad()  # what a step that ran out of memory may have left
         if cuda:
             torch.cuda.synchronize()

@@ -5,7 +5,7 @@ from seqloom.plan.limits import GroupFamily, Limits, Reduce, Sharding
 from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layout
 from seqloom.plan.pipeline import LayerRange, Pipeline, Stage
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch, longest_first, sort_groups
+from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch, sort_groups
 from seqloom.plan.rules import RULES
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "StageMicroBatch",
     "Weight",
     "compute_layout",
-    "longest_first",
     "optimiser_layout",
     "sort_groups",
 ]

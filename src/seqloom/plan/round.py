@@ -202,15 +202,6 @@ def sort_groups(groups: Iterable[Group], node_size: int) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda group: group.order_key(node_size)))
 
 
-def longest_first(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Sort the spans of a group by length, longest first; equal ones by document.
-
-    A GPU takes the documents of a pack in the pack's order. A long one at the end would run on a few of its processors
-    while the others wait.
-    """
-    return tuple(sorted(spans, key=lambda span: (span.start - span.stop, span)))
-
-
 def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
     """Cut `0 .. total - 1` into `parts` runs of equal length, the first ones one longer."""
     base, extra = divmod(total, parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, drop_longer
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, longest_first, sort_groups
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, sort_groups
 from seqloom.planners.loops import NEVER, BatchTables
 from seqloom.planners.recompute import checkpoint_capacities, fastest_checkpoint
 
@@ -193,8 +193,10 @@ def fitting_problems(
 def whole_documents(
     cost: CostModel, shape: GroupShape, ranks: Sequence[int], documents: Iterable[int], lengths: Sequence[int]
 ) -> Group:
-    """A group of this shape that works on whole documents, longest first; ``lengths`` are those of the batch."""
-    return cost.group(shape, ranks, longest_first(Span(document, 0, lengths[document]) for document in documents))
+    """A group of this shape that works on whole documents, in ascending order; ``lengths`` are those of the batch."""
+    ordered = sorted(documents)
+    spans = map(Span._make, zip(ordered, repeat(0), map(lengths.__getitem__, ordered), strict=False))
+    return cost.group(shape, ranks, tuple(spans))
 
 
 def build_plan(

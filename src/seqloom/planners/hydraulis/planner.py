@@ -21,18 +21,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import (
-    Checkpoint,
-    Group,
-    Limits,
-    Pipeline,
-    Plan,
-    Reduce,
-    Round,
-    Sharding,
-    StageMicroBatch,
-    longest_first,
-)
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.plan.pipeline import with_reshard_after_forward
 from seqloom.planners.flex import plan_flex
 from seqloom.planners.hydraulis.costs import (
@@ -313,7 +302,7 @@ def plan_resharding_pipeline(
         tables = cost.tables(lengths[list(batch)], policy, shapes)
         times = [tables.group_ns(index, np.arange(len(batch))) for index in range(len(shapes))]
         shape = shapes[times.index(min(times))]
-        spans = longest_first(Span(document, 0, int(lengths[document])) for document in batch)
+        spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
         groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
         rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
     rows = build_schedule("1f1b", config.stages, len(batches)).pipeline_actions()

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.layout import Span
-from seqloom.plan import longest_first
 from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroup, StageGroups, place_long_sequences
 from seqloom.schedules import Unit, units_of
 
@@ -191,6 +190,6 @@ def _pack(
 
 def _groups(costs: DocumentCosts, documents: dict[tuple[int, int], list[int]]) -> StageGroups:
     return tuple(
-        StageGroup(costs.shapes[shape], at, longest_first(Span(k, 0, int(costs.lengths[k])) for k in members))
+        StageGroup(costs.shapes[shape], at, tuple(Span(k, 0, int(costs.lengths[k])) for k in sorted(members)))
         for (shape, at), members in sorted(documents.items(), key=lambda item: (item[0][1], item[0][0]))
     )
