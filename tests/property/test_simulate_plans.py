@@ -16,6 +16,7 @@ from seqloom.layout import Span
 from seqloom.plan import ActionKind, Pipeline, Plan, Round, Sharding, StageMicroBatch
 from seqloom.simulate import DeadlockError, simulate
 from support.strategies import plans
+from support.strategies_groups import lighter_layers
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 WORKING = {F, B, ActionKind.I, W}
@@ -87,6 +88,24 @@ def test_one_stage_takes_exactly_the_closed_form(drawn):
         end = (found.end_ns - max(computing)) * cost.ranks
         exchanged = sum(degree * (entry.ulysses + entry.kv_gather) for degree, entry in parts)
         assert abs(found.comm_ns.sum() - end - exchanged) <= slack
+
+
+@given(one_stage(), st.data())
+def test_lighter_layers_take_a_time_between_both_checkpoints(drawn, data):
+    plan, cost = drawn
+    layers, [line] = cost.model.layers, plan.pipelines
+    known = dict(plan.limits.capacity)
+    works = [current.by_stage[0] for current in line.rounds]
+    able = [work.checkpoint.lighter in known for work in works]
+    mixed = [data.draw(lighter_layers(work, layers)) if can else work for work, can in zip(works, able, strict=True)]
+    light = [replace(w, checkpoint=w.checkpoint.lighter) if can else w for w, can in zip(works, able, strict=True)]
+    plans = [
+        replace(plan, pipelines=(replace(line, rounds=tuple(Round((work,)) for work in each)),))
+        for each in (light, mixed, works)
+    ]
+    times = [simulate(each, cost).step_ns for each in plans]
+    assert times == [cost.plan_ns(each) for each in plans]
+    assert times[0] <= times[1] <= times[2]
 
 
 def entry_has_streams(parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -27,7 +28,7 @@ from seqloom.plan import (
     sort_groups,
 )
 from support.steps import Step, tiny_spec
-from support.strategies_groups import Shape, group_shapes
+from support.strategies_groups import Shape, group_shapes, lighter_layers
 from support.tables import Table, later_pieces, rows_in_order
 from support.two_layouts import Box, with_layout
 
@@ -195,7 +196,11 @@ def grouped_rounds(
     return tuple(
         Round(
             tuple(
-                draw(_works(spans, [home[span.document][s] for span in spans], own, shard_groups, stage.tensor))
+                draw(
+                    _works(spans, [home[span.document][s] for span in spans], own, shard_groups, stage.tensor).flatmap(
+                        partial(lighter_layers, layers=stage.layer_count)
+                    )
+                )
                 for s, stage in enumerate(stages)
             )
         )

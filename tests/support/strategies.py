@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -34,7 +34,7 @@ from seqloom.plan import (
     StageMicroBatch,
     sort_groups,
 )
-from support.strategies_groups import Shape, cut, group_shapes, limits, shared
+from support.strategies_groups import Shape, cut, group_shapes, lighter_layers, limits, shared
 from support.tables import completed, greedy_order, rows_in_order
 
 
@@ -112,7 +112,8 @@ def _needs(plan: Plan) -> dict[Checkpoint, int]:
         most = [*held.values()]
         for layout in (work.attention, work.linear):
             most += [] if layout is None else np.bincount(layout.rank, weights=layout.sizes).astype(int).tolist()
-        needs[work.checkpoint] = max(needs.get(work.checkpoint, 1), *most)
+        for checkpoint in {work.checkpoint, work.lighter_layers and work.checkpoint.lighter} - {0, None}:
+            needs[checkpoint] = max(needs.get(checkpoint, 1), *most)
     return needs
 
 
@@ -182,7 +183,7 @@ def _pipelines(
                 draw(
                     _works(
                         own, documents, spans, [home[span.document][s] for span in spans], shard_groups[s], stage.tensor
-                    )
+                    ).flatmap(partial(lighter_layers, layers=stage.layer_count))
                 )
                 for s, stage in enumerate(stages)
             )

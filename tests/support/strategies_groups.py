@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from seqloom.layout import Route, Span
-from seqloom.plan import Checkpoint, Group, Limits, Method
+from seqloom.plan import Checkpoint, Group, Limits, Method, StageMicroBatch
 
 Shape = tuple[tuple[int, ...], int, int]
 """Ranks, ulysses and ring of a group."""
@@ -73,3 +73,10 @@ def shared(draw: st.DrawFn, group: Group, node_size: int, awake: Collection[int]
     chosen = sorted(draw(st.sets(st.sampled_from(places), min_size=1)))
     proxies = tuple(node * node_size + place for node in nodes for place in chosen)
     return replace(group, route=Route(proxies, draw(st.integers(1, 3))))
+
+
+def lighter_layers(work: StageMicroBatch, layers: int) -> st.SearchStrategy[StageMicroBatch]:
+    """Draw how many of a stage's layers recompute less, where some can."""
+    if work.checkpoint.lighter is None or work.offload or layers < 2:
+        return st.just(work)
+    return st.integers(0, layers - 1).map(lambda count: replace(work, lighter_layers=count))

@@ -115,9 +115,9 @@ class AnalyticMemory:
         gradients = self._two_layers(layers) if policy.reduce == Reduce.ROUND else held
         return state + gathered + GRADIENT_BYTES * gradients + self.working_bytes(layers)
 
-    def token_bytes(self, policy: MemoryPolicy) -> float:
+    def token_bytes(self, policy: MemoryPolicy, lighter_layers: int = 0) -> float:
         """Bytes that each token on a rank adds in plans of one stage: activations of all layers."""
-        return self.activation_bytes(self._all_layers, policy.checkpoint, False).peak
+        return self.activation_bytes(self._all_layers, policy.checkpoint, False, lighter_layers).peak
 
     def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
         """State of a pipeline stage: whole copy and gradient, the rest over the shard group unless sharding is free."""
@@ -141,8 +141,20 @@ class AnalyticMemory:
         """Parameters of two layers, of the largest."""
         return 2 * max(self.model.layer_parameters(k, self.tensor) for k in range(layers.first, layers.stop))
 
-    def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
-        """Activations per token of a micro-batch on a stage.
+    def _stored(self, checkpoint: Checkpoint, whole: Sequence[int]) -> int:
+        """Bytes per token that layers store until their backward; `whole` are those of each if nothing is recomputed.
+
+        A stage that is recomputed as one has its input, whatever its layers.
+        """
+        hidden, (query, _) = 2 * self.model.hidden, attention_widths(self.model)
+        selective = hidden + 2 * 2 * query + 4 * self.model.heads
+        each = {Checkpoint.SELECTIVE: selective * len(whole), Checkpoint.FULL: hidden * len(whole)}
+        return {**each, Checkpoint.STAGE: hidden}.get(checkpoint, sum(whole))
+
+    def activation_bytes(
+        self, layers: LayerRange, checkpoint: Checkpoint, offload: bool, lighter_layers: int = 0
+    ) -> ActivationBytes:
+        """Activations per token of a micro-batch on a stage; its last `lighter_layers` layers recompute less.
 
         Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of a layer.
         These are q, k, v and output sent and received; two K/V pairs in bf16 and two in float32 for a ring; and
@@ -157,12 +169,10 @@ class AnalyticMemory:
         deferred = float(sum(2 * (layer.saved - query + outputs) for layer in values))
         busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if layers.has_head else 0)
         busy += 2 * 2 * tensor * hidden if tensor > 1 else 0
-        kept = {
-            Checkpoint.NONE: sum(whole),
-            Checkpoint.SELECTIVE: len(values) * (2 * hidden + 2 * 2 * query + statistics),
-            Checkpoint.FULL: len(values) * 2 * hidden,
-            Checkpoint.STAGE: 2 * hidden,
-        }[checkpoint]
+        heavy = len(whole) - lighter_layers
+        kept = self._stored(checkpoint, whole[:heavy])
+        if lighter_layers and checkpoint.lighter is not None:
+            kept += self._stored(checkpoint.lighter, whole[heavy:])
         recomputed = {Checkpoint.NONE: 0, Checkpoint.STAGE: sum(whole)}.get(checkpoint, max(whole))
         recomputes = checkpoint != Checkpoint.NONE
         forward = max(whole) if recomputes else 0  # the layer that is being run keeps its values
@@ -184,8 +194,8 @@ class AdditiveMemory:
         """The state."""
         return self.state
 
-    def token_bytes(self, policy: MemoryPolicy) -> float:
-        """Activations."""
+    def token_bytes(self, policy: MemoryPolicy, lighter_layers: int = 0) -> float:
+        """Activations; no layer recomputes less than the measured ones."""
         return self.bytes_per_token
 
     def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
@@ -196,7 +206,9 @@ class AdditiveMemory:
         """None."""
         return 0
 
-    def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
+    def activation_bytes(
+        self, layers: LayerRange, checkpoint: Checkpoint, offload: bool, lighter_layers: int = 0
+    ) -> ActivationBytes:
         """The share of the layers."""
         each = self.bytes_per_token * (layers.stop - layers.first) / layers.model_layers
         held, twice = (0.0, 2 * each) if offload else (each, 0.0)

@@ -19,7 +19,7 @@ group touches run on. `finish_times` is this clock; the event engine of the simu
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -92,7 +92,7 @@ def round_times(
     model's. If costs of its groups are known, `priced` has them: int64[groups, len(COST_COLUMNS)].
     """
     policy = cost.priced_policy(policy)
-    table = cost.group_costs(work.groups, policy) if priced is None else priced
+    table = group_table(cost, work.groups, policy, work, layers) if priced is None else priced
     degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
     group = np.repeat(np.arange(len(degrees)), degrees)
     rank = np.array([rank for each in work.groups for rank in each.ranks], dtype=np.int64)
@@ -101,6 +101,11 @@ def round_times(
     by_layout = np.zeros((cost.ranks, len(COST_COLUMNS)), dtype=np.int64)
     if work.linear is not None:
         by_layout, remap_nics, links = _linear_layout_costs(cost, work, policy)
+        if work.lighter_layers:
+            lighter = replace(work, checkpoint=_lighter(policy).checkpoint)
+            light = _linear_layout_costs(cost, lighter, _lighter(policy))
+            both = zip((by_layout, remap_nics, links), light, strict=True)
+            by_layout, remap_nics, links = (mix_layers(cost, work, layers, *pair) for pair in both)
         nics = nics + remap_nics
         idle = np.setdiff1d(np.flatnonzero(by_layout.any(axis=1)), rank)
         empty = cost.group_costs([Group(tuple(range(cost.tensor)), cost.tensor, 1, ())], policy)
@@ -116,6 +121,35 @@ def round_times(
     rank_ns, member_ns = rank_times(parts, table, rank, group, degrees == 1)
     links = links + parts[:, COST_COLUMNS.index("link")]
     return RoundTimes(parts, rank_ns, nics, links, rank, np.where(degrees[group] > 0, group, -1), member_ns)
+
+
+def group_table(
+    cost: CostModel,
+    groups: Sequence[Group],
+    policy: MemoryPolicy,
+    work: StageMicroBatch,
+    layers: LayerRange | None = None,
+) -> np.ndarray:
+    """int64[groups, len(COST_COLUMNS)] ns of the whole model: `group_costs`, with the work's lighter layers."""
+    table = cost.group_costs(groups, policy)
+    if not work.lighter_layers:
+        return table
+    return mix_layers(cost, work, layers, table, cost.group_costs(groups, _lighter(policy)))
+
+
+def mix_layers(
+    cost: CostModel, work: StageMicroBatch, layers: LayerRange | None, heavy: np.ndarray, light: np.ndarray
+) -> np.ndarray:
+    """Costs of a stage some of whose layers recompute less: both, each in proportion to its layers."""
+    count = cost.model.layers if layers is None else layers.stop - layers.first
+    return heavy - (heavy - light) * work.lighter_layers // count
+
+
+def _lighter(policy: MemoryPolicy) -> MemoryPolicy:
+    """The policy of layers that recompute less."""
+    lighter = policy.checkpoint.lighter
+    assert lighter is not None  # the rule "lighter"
+    return policy._replace(checkpoint=lighter)
 
 
 def scale_to_layers(layers: LayerRange, table: np.ndarray) -> np.ndarray:

@@ -92,6 +92,7 @@ class Context:
         kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
         tp_group: ranks that share the weights with this one; None: tensor degree 1.
         dropout_seed: of the step's random numbers (`models.dropout`); None: nothing is dropped.
+        layers: first layer of the stage, and the one behind its last; None: not known.
         saved_attention: results of attention that selective checkpointing keeps (`attention.api.SavedAttention`);
             None: nothing is kept. Set on a copy of the context, for one layer.
     """
@@ -103,6 +104,7 @@ class Context:
         "dropout_seed",
         "groups",
         "kv_cache",
+        "layers",
         "mlp_redistribute",
         "node_size",
         "pieces",
@@ -126,6 +128,7 @@ class Context:
         redistribute: TokenRedistribute | None = None,
         tp_group: TPGroup | None = None,
         dropout_seed: int | None = None,
+        layers: tuple[int, int] | None = None,
     ) -> None:
         """Do the index work of a rank's groups; see `bind`.
 
@@ -133,7 +136,7 @@ class Context:
             blocks: who holds what in the block of this rank, of every group that it is in.
             redistribute: from the linear to the attention layout; None where these are the same.
         """
-        self.work, self.transport, self.node_size = work, transport, node_size
+        self.work, self.transport, self.node_size, self.layers = work, transport, node_size, layers
         self.pieces, self.kv_cache, self.tp_group, self.dropout_seed = pieces, kv_cache, tp_group, dropout_seed
         rank, remaps_attention = transport.rank, work.remap == Remap.ATTENTION
         own = [group for group in work.groups if rank in group.ranks]
@@ -170,6 +173,18 @@ class Context:
         """Of this rank's tensors."""
         return self.positions.device
 
+    def checkpoint(self, layer: int) -> Checkpoint:
+        """Return what a layer of the model recomputes."""
+        work = self.work
+        if not work.lighter_layers or work.checkpoint.lighter is None:
+            return work.checkpoint
+        if self.layers is None:
+            raise SeqloomError(
+                f"the last {work.lighter_layers} layers of a stage recompute less in this round, and the context does "
+                "not know which these are; bind it with layers=stage.layers"
+            )
+        return work.checkpoint.lighter if layer >= self.layers[1] - work.lighter_layers else work.checkpoint
+
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return what was built for `key` before, or build it now. The key must name all the value depends on."""
         if key not in self._cache:
@@ -196,6 +211,7 @@ def bind(
     kv_cache: object | None = None,
     tensor: int = 1,
     dropout_seed: int | None = None,
+    layers: tuple[int, int] | None = None,
 ) -> Context:
     """Compute what one stage's share of a round means for the rank of `transport`. Communicates nothing.
 
@@ -209,6 +225,7 @@ def bind(
         kv_cache: an `attention.KVCache`, one for all rounds of a step; needed where the work has such a document.
         tensor: tensor parallel degree of the stage, the inner part of every group's Ulysses axis.
         dropout_seed: another one for every step of training, the same on all ranks; None: nothing is dropped.
+        layers: of the stage, as `Stage.layers`; needed where some of them recompute less than the others.
     """
     _check_ranks(work, transport, node_size)
     _check_layouts(work, tensor)
@@ -220,7 +237,7 @@ def bind(
         sliced = slice_of(work, index, tensor)
         tp_group = bind_tp_group(ranks, index, blocks, Context(sliced, _block_layouts(sliced, rank), *shared), family)
     redistribute = _bind_redistribute(work, transport, device, shard_groups, family)
-    options = {"redistribute": redistribute, "tp_group": tp_group, "dropout_seed": dropout_seed}
+    options = {"redistribute": redistribute, "tp_group": tp_group, "dropout_seed": dropout_seed, "layers": layers}
     return Context(work, blocks, *shared, **options)
 
 

@@ -139,7 +139,9 @@ def bind_plan(
         layers, tensor, microbatches = pipeline.layer_ranges[stage], pipeline.stages[stage].tensor, []
         for number, current in enumerate(pipeline.rounds):
             work = current.by_stage[stage]
-            context = bind_round(work, tensor=tensor) if _takes_part(work, shard_group) else None
+            context = None
+            if _takes_part(work, shard_group):
+                context = bind_round(work, tensor=tensor, layers=(layers.first, layers.stop))
             if prepare is not None and context is not None:
                 prepare(context)
             slices = (None, None) if context is None else boundary.slices(stage, number, context.tokens)

@@ -9,7 +9,7 @@ names. Whatever order behaviours are added in, they run in this one, outermost f
     4. hooks       on parts of the layer, for one call: tensor parallelism,       `integrations.transformers`
                    redistribution around the MLP
 
-Which activations a layer drops until its backward:
+Which activations a layer drops until its backward; the last layers of a stage may drop less (`lighter_layers`):
 
     none        none (profile: the same; plans of published constants say no more)
     full        all but the layer's input; backward runs the layer forward again, exchanges included
@@ -51,13 +51,13 @@ class LayerWrapper:
     """What runs around the forward of one layer, see the order above.
 
     Attributes:
-        recompute: apply activation checkpointing.
+        layer: its number among the layers that recompute; None: it does not apply activation checkpointing.
         dropout: entered with the context of a call; None: the layer drops nothing.
         compiled: compiled(layer, context, args, kwargs) runs the compiled body; None: not compiled.
         hooks: by name.
     """
 
-    recompute: bool = False
+    layer: int | None = None
     dropout: Callable[[Context], AbstractContextManager[object]] | None = None
     compiled: Callable[[nn.Module, Context, tuple[Any, ...], dict[str, Any]], Any] | None = None
     hooks: dict[str, LayerHooks] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class LayerWrapper:
 def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapper = cast("LayerWrapper", layer.layer_wrapper)
     body = partial(_wrapped_body, layer, wrapper)
-    return run_checkpointed(body, args, kwargs) if wrapper.recompute else body(*args, **kwargs)
+    return body(*args, **kwargs) if wrapper.layer is None else run_checkpointed(body, args, kwargs, wrapper.layer)
 
 
 def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs: Any) -> Any:
@@ -108,20 +108,20 @@ def context_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
 
 
 def recompute_layers(layers: Iterable[nn.Module]) -> None:
-    """Make layers recompute as the context of each call says.
+    """Make the layers of a model, all in order, recompute as the context of each call says.
 
     Call it before the parameters are sharded. Every layer must be called with the context, by place or by name.
     """
-    for layer in layers:
+    for number, layer in enumerate(layers):
         wrapper = LayerWrapper.of(layer)
-        if wrapper.recompute:
+        if wrapper.layer is not None:
             raise SeqloomError(f"{type(layer).__name__} recomputes already; call recompute_layers once for a layer")
-        wrapper.recompute = True
+        wrapper.layer = number
 
 
-def run_checkpointed(body: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """Call `body(*args, **kwargs)` under the activation checkpointing of the context among its arguments."""
-    policy = context_among(args, kwargs).work.checkpoint
+def run_checkpointed(body: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], layer: int) -> T:
+    """Call `body(*args, **kwargs)` under the layer's activation checkpointing by the context among its arguments."""
+    policy = context_among(args, kwargs).checkpoint(layer)
     if policy in KEEP_ALL or not torch.is_grad_enabled():
         return body(*args, **kwargs)
     if policy == Checkpoint.SELECTIVE:

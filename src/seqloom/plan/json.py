@@ -8,9 +8,9 @@
                                              "route": null, "spans": [[0, 0, 5120]]}]}]],
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
-A round whose activations are offloaded to CPU memory has `"offload": true` beside its checkpoint. `actions` has one
-row per pipeline rank: the distinct `ranks` of the stages, in the order in which these name them. Reading is strict, see
-`seqloom.reader`.
+A round whose activations are offloaded to CPU memory has `"offload": true` beside its checkpoint, and one whose last
+layers recompute less has `"lighter_layers": 5`. `actions` has one row per pipeline rank: the distinct `ranks` of the
+stages, in the order in which these name them. Reading is strict, see `seqloom.reader`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ VERSION = 1
 KEYS_OF_LIMITS = {"pad_multiple": "granule"}
 """Attributes of `Limits` that have another name in files."""
 
+OPTIONAL = ("offload", "lighter_layers")
+"""Attributes of a `StageMicroBatch` that files leave out where they are false or 0."""
+
 _CONTENT = ("limits", "sharding", "reduce", "documents", "pipelines")
 _OBJECTS = (Group, StageMicroBatch, Route, Stage, Pipeline, Limits)
 
@@ -78,8 +81,10 @@ def _plain(value: Any) -> Any:
     fields = {KEYS_OF_LIMITS.get(name, name): getattr(value, name) for name in value.__slots__}
     if isinstance(value, Pipeline):
         fields["actions"] = [" ".join(map(str, row)) for row in value.actions]
-    if isinstance(value, StageMicroBatch) and not value.offload:
-        del fields["offload"]
+    if isinstance(value, StageMicroBatch):
+        for name in OPTIONAL:
+            if not fields[name]:
+                del fields[name]
     return fields
 
 
@@ -182,13 +187,14 @@ _GROUP = _object(
 )
 _WORK = _object(
     StageMicroBatch,
-    ("offload",),
+    OPTIONAL,
     checkpoint=_choice(Checkpoint),
     groups=_list(_GROUP),
     attention=_or_null(_read_layout),
     linear=_or_null(_read_layout),
     remap=_choice(Remap),
     offload=read_bool,
+    lighter_layers=read_integer,
 )
 _ROUNDS = _list(lambda value, where: Round(read_list(value, where, _WORK)))
 _PLAN: dict[str, Reader] = {

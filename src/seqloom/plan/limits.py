@@ -149,3 +149,17 @@ class Limits:
         for rank in ranks:
             nodes.setdefault(rank // self.node_size, []).append(rank)
         return tuple(map(tuple, nodes.values()))
+
+
+def mixed_capacity(heavy: int, light: int, lighter_layers: int, layers: int) -> int:
+    """Return how many tokens a rank holds if some of the layers have a lighter checkpoint.
+
+    A token takes the memory of both checkpoints in proportion, so capacities mix by their inverses. Memory may hold
+    fewer: recomputing a layer takes as much, however few layers recompute.
+
+    Args:
+        heavy, light: tokens that it holds if all layers have the one checkpoint, or the other.
+    """
+    if heavy == light:
+        return heavy
+    return layers * heavy * light // ((layers - lighter_layers) * light + lighter_layers * heavy)

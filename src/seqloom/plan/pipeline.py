@@ -39,6 +39,11 @@ class Stage:
     layers: tuple[int, int]
     tensor: int = 1
 
+    @property
+    def layer_count(self) -> int:
+        """Layers of the stage."""
+        return self.layers[1] - self.layers[0]
+
 
 class LayerRange(NamedTuple):
     """Layers `first .. stop - 1` of a model with `model_layers` layers: what a stage has of it.

@@ -138,6 +138,11 @@ class Checkpoint(StrEnum):
     STAGE = "stage"
     PROFILE = "profile"
 
+    @property
+    def lighter(self) -> Checkpoint | None:
+        """What single layers may do instead to recompute less; None: nothing."""
+        return {Checkpoint.FULL: Checkpoint.SELECTIVE, Checkpoint.SELECTIVE: Checkpoint.NONE}.get(self)
+
 
 class Remap(StrEnum):
     """Where tokens change between the attention and the linear layout, if these differ.
@@ -156,7 +161,8 @@ class StageMicroBatch:
     A rank may be in several groups; it runs them in the order of `groups`, in which all ranks agree: slow links first.
     The layouts say who holds which tokens in attention and in linear layers; None means that every rank holds what its
     groups give it (`Group.token_layout`). With `offload`, the stored activations are in CPU memory from the end of the
-    forward to the backward.
+    forward to the backward. The last `lighter_layers` layers of the stage recompute less, as `checkpoint.lighter` says:
+    backward begins with them and frees what they store before others recompute.
     """
 
     groups: tuple[Group, ...]
@@ -165,6 +171,7 @@ class StageMicroBatch:
     linear: Layout | None = None
     remap: Remap = Remap.ATTENTION
     offload: bool = False
+    lighter_layers: int = 0
 
     def spans(self) -> Iterator[Span]:
         """Return the spans of all groups, in order."""

@@ -16,8 +16,8 @@
 A document's number alone stands for the whole document. Layers 0-32 are 0 to 31, as in `[0:32)`. An explicit
 layout follows its groups, one line per rank. A line `host` is the row of a pipeline rank: host 0 is the ranks of
 stage 0, host 1 the next ranks that a stage names, and so on; stages with the same ranks share a row, such as
-`host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. Blank lines and lines that begin with # are skipped. Every error of reading names
-the line and the rule.
+`host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. `checkpoint selective lighter 5`: the last 5 layers recompute less. Blank lines
+and lines that begin with # are skipped. Every error of reading names the line and the rule.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[
         for s, work in enumerate(current.by_stage):
             remap = "" if work.remap == Remap.ATTENTION else f" remap {work.remap}"
             offload = " offload" if work.offload else ""
-            yield f"round {r} stage {s} checkpoint {work.checkpoint}{remap}{offload}"
+            lighter = f" lighter {work.lighter_layers}" if work.lighter_layers else ""
+            yield f"round {r} stage {s} checkpoint {work.checkpoint}{lighter}{remap}{offload}"
             yield from _work_lines(work, documents)
     for h, row in enumerate(pipeline.actions):
         yield f"host {h}: {' '.join(map(str, row))}".rstrip()
@@ -126,7 +127,7 @@ def _runs(ranks: Iterable[int]) -> str:
 
 _KEYS = ("planner", *_NUMBERS.values(), "capacity", "sharding", "reduce", "documents")
 _STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)")
-_ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: remap (\S+))?( offload)?)?")
+_ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: lighter (\d+))?(?: remap (\S+))?( offload)?)?")
 _GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
 _LAYOUT = re.compile(r"(attention|linear) axes ([12])")
 _RANK = re.compile(r"rank (\d+):(.*)")
@@ -276,7 +277,8 @@ def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
 def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]:
     rounds: list[list[StageMicroBatch]] = []
     while lines.peek().startswith("round "):
-        number, stage, checkpoint, remap, offload = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
+        found = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
+        number, stage, checkpoint, lighter, remap, offload = found
         fresh = stage is None or lines.number(stage) == 0
         lines.expect_number("round", number, len(rounds) - (not fresh))
         if fresh:
@@ -285,8 +287,8 @@ def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]
             lines.expect_number("stage", stage, len(rounds[-1]))
             kept, where = lines.choice(checkpoint, Checkpoint), lines.choice(remap or Remap.ATTENTION, Remap)
             groups, layouts = _read_groups(lines, documents), _read_layouts(lines)
-            work = StageMicroBatch(groups, kept, remap=where, offload=offload is not None, **layouts)
-            rounds[-1].append(work)
+            options = {"offload": offload is not None, "lighter_layers": lines.number(lighter or "0")}
+            rounds[-1].append(StageMicroBatch(groups, kept, remap=where, **options, **layouts))
     return tuple(Round(tuple(work)) for work in rounds)
 
 

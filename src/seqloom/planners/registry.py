@@ -17,6 +17,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Plan
+from seqloom.planners.recompute import with_lighter_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +170,13 @@ def requested_stages(names: Sequence[str]) -> int:
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
     """Plan one batch, int64[n] tokens, with the planner of that name and its options; the plan is validated.
 
-    The seed starts the pseudo-random choices of planners that make any.
+    The seed starts the pseudo-random choices of planners that make any. Whoever plans, layers recompute as little as
+    memory allows.
     """
     spec, given = parse_planner(name)
     if spec.seeded:
         given["seed"] = seed
-    plan = spec.load()(Batch.of(lengths).lengths, cost, **given, **options)
+    plan = with_lighter_layers(spec.load()(Batch.of(lengths).lengths, cost, **given, **options), cost)
     plan.validate()
     return plan
 

@@ -47,9 +47,10 @@ def _one_stage_bytes(plan: Plan, cost: CostModel, pipeline: Pipeline, unsharded:
         tokens = tokens_on_ranks(cost, work)
         if unsharded is None:
             policy = MemoryPolicy(work.checkpoint, plan.reduce)
-            fixed, activations = memory.fixed_bytes(policy), tokens * memory.token_bytes(policy)
+            fixed, activations = memory.fixed_bytes(policy), tokens * memory.token_bytes(policy, work.lighter_layers)
         else:  # in forward, at the start of the backward, at its end
-            held, forward, backward, *_ = memory.activation_bytes(layers, work.checkpoint, offload=False)
+            kept = work.checkpoint, False, work.lighter_layers
+            held, forward, backward, *_ = memory.activation_bytes(layers, *kept)
             fixed = memory.working_bytes(layers) + unsharded.always + unsharded.copies
             starts = np.maximum(tokens * (held + forward), tokens * (held + backward) + unsharded.layer)
             activations = np.maximum(starts, tokens * backward + unsharded.layer + unsharded.rest)
@@ -82,7 +83,7 @@ def _walk(
         for r, current in enumerate(pipeline.rounds):
             work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
-            per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload)
+            per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload, work.lighter_layers)
             unit = UnitMemory(*(each * tokens for each in per_token))
             units[stage, r] = unit._replace(
                 forward=unit.forward + copies,

@@ -14,7 +14,7 @@ that of the rank that works longest, so a component's forward and backward are e
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from seqloom.cost.memory import offload_ns
 from seqloom.cost.plan_cost import (
     RoundTimes,
     columns,
+    group_table,
     round_components,
     round_times,
     step_overhead,
@@ -67,38 +68,50 @@ def computing_ns(parts: np.ndarray) -> np.ndarray:
     return parts[:, COMPUTING].sum(axis=1)
 
 
-def forward_ns(parts: np.ndarray, total: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
-    """int64[ranks]: ns of the forward of ranks that take `total` ns.
+def forward_shares(work: StageMicroBatch, layers: LayerRange) -> np.ndarray:
+    """int64[len(COST_COLUMNS)]: share of each column that is forward, in units of 1/1260.
+
+    A forward takes as long whatever is recomputed. So where some layers recompute less, shares mix by their inverses.
+    """
+    heavy = np.array(FORWARD[work.checkpoint])
+    if not work.lighter_layers or work.checkpoint.lighter is None:
+        return heavy
+    light, count = np.array(FORWARD[work.checkpoint.lighter]), layers.stop - layers.first
+    return heavy * light * count // np.maximum(1, (count - work.lighter_layers) * light + work.lighter_layers * heavy)
+
+
+def forward_ns(parts: np.ndarray, total: np.ndarray, forward: np.ndarray | Sequence[int]) -> np.ndarray:
+    """int64[ranks]: ns of the forward of ranks that take `total` ns, by the shares of the columns that are `forward`.
 
     Its longest stream, as far as the backward keeps room for its own computing: a gather that does not fit behind the
     forward is hidden by the backward.
     """
-    early = parts * np.array(FORWARD[checkpoint]) // _UNITS
+    early = parts * np.asarray(forward) // _UNITS
     compute, ring, network = (early[:, columns(stream)].sum(axis=1) for stream in STREAMS)
     ring = np.where(parts[:, COST_COLUMNS.index("ring")] > 0, ring, 0)
     late = computing_ns(parts) - computing_ns(early)
     return np.minimum(np.maximum(np.maximum(compute, ring), network), total - late)
 
 
-def weights_ns(parts: np.ndarray, checkpoint: Checkpoint, matmul_share: float) -> np.ndarray:
+def weights_ns(parts: np.ndarray, forward: np.ndarray | Sequence[int], matmul_share: float) -> np.ndarray:
     """int64[ranks]: ns of the weight half of the backward: as many matrix products as the forward of linear layers has.
 
     The head's are not among them: its chunks of logits are gone after the input half.
     """
     linear = COST_COLUMNS.index("linear")
-    forward = parts[:, linear] * FORWARD[checkpoint][linear] // _UNITS
-    return forward * round(matmul_share * (1 << 16)) >> 16
+    products = parts[:, linear] * forward[linear] // _UNITS
+    return products * round(matmul_share * (1 << 16)) >> 16
 
 
 def forward_and_weight_cuts(
-    parts: np.ndarray, load: np.ndarray, checkpoint: Checkpoint, matmul_share: float
+    parts: np.ndarray, load: np.ndarray, forward: np.ndarray | Sequence[int], matmul_share: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Where forward ends and the weight half begins, as shares of 2**-20, of ranks with these parts and this time."""
-    forward, weights = (
+    ends, weights = (
         (time << _BITS) // np.maximum(load, 1)
-        for time in (forward_ns(parts, load, checkpoint), weights_ns(parts, checkpoint, matmul_share))
+        for time in (forward_ns(parts, load, forward), weights_ns(parts, forward, matmul_share))
     )
-    return forward, np.maximum(FULL_SHARE - weights, forward)
+    return ends, np.maximum(FULL_SHARE - weights, ends)
 
 
 def extend_for_offload(
@@ -176,7 +189,8 @@ class MicroBatchTimes:
         rank, group, load = times.member_rank, times.member_group, times.rank_ns
         member = component[rank]
         slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
-        cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], work.checkpoint, cost.engine.matmul_share)
+        forward = forward_shares(work, layers)
+        cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], forward, cost.engine.matmul_share)
         copy_ns, stage_layers = 0, layers.stop - layers.first
         if work.offload and stage_layers < layers.model_layers:
             held = cost.memory.activation_bytes(layers, work.checkpoint, offload=False).held
@@ -247,15 +261,18 @@ def price(plan: Plan, cost: CostModel) -> dict[MicroBatchKey, MicroBatchTimes]:
     for p, pipeline in enumerate(plan.pipelines):
         identical = IdenticalStages.of(cost, pipeline, shard_group_of)
         layers, resident = identical.layers, len(pipeline.stages) > 1 or bool(identical.unsharded)
-        batches: dict[tuple[MemoryPolicy, int], dict[Hashable, list[tuple[int, int]]]] = {}
+        batches: dict[tuple[MemoryPolicy, int, int, int], dict[Hashable, list[tuple[int, int]]]] = {}
         for s, stage in enumerate(pipeline.stages):
             for r, work in enumerate(current.by_stage[s] for current in pipeline.rounds):
-                batch = batches.setdefault((MemoryPolicy(work.checkpoint, plan.reduce, resident), stage.tensor), {})
+                policy = MemoryPolicy(work.checkpoint, plan.reduce, resident)
+                batch = batches.setdefault((policy, stage.tensor, work.lighter_layers, stage.layer_count), {})
                 batch.setdefault(identical.key(s, r, work), []).append((s, r))
-        for (policy, tensor), same in batches.items():
+        for (policy, tensor, _, _), same in batches.items():
             own = cost.with_tensor(tensor)
             works = [pipeline.rounds[r].by_stage[s] for (s, r), *_ in same.values()]
-            table = own.group_costs([group for work in works for group in work.groups], policy)
+            (stage, _), *_ = next(iter(same.values()))
+            groups = [group for work in works for group in work.groups]
+            table = group_table(own, groups, policy, works[0], layers[stage])
             costs = np.split(table, np.cumsum([len(work.groups) for work in works])[:-1])
             for work, priced, places in zip(works, costs, same.values(), strict=True):
                 s = places[0][0]

@@ -9,6 +9,7 @@ from seqloom.cost.memory import kv_cache_bytes, stage_parameters
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
 
+HEAVY = (Checkpoint.SELECTIVE, Checkpoint.FULL)
 NONE = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
 ATTENTION, FEED_FORWARD, TABLE = 2 * 1024 * 128 * 12, 3 * 1024 * 4096, 32000 * 1024
 """Weights of a layer that tensor ranks cut, and of embedding or head."""
@@ -121,3 +122,14 @@ def test_other_shardings_split_what_they_shard(sharding):
     assert split.shard_group_size == {"full": 8, "hybrid": 4, "none": 2}[sharding]
     stage = split.memory.state_bytes(LayerRange(2, 5, 9), 1 if sharding == "none" else 4)
     assert stage == 3 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) * (18 if sharding == "none" else 6 + 16 // 2)
+
+
+def test_layers_that_recompute_less_store_what_their_checkpoint_stores():
+    """Three layers, one of them lighter; recomputing takes the memory of a whole layer however few layers do it."""
+    memory, layers = cost_of().memory, LayerRange(2, 5, 9)
+    pure = {kind: memory.activation_bytes(layers, kind, False) for kind in (NONE.checkpoint, *HEAVY)}
+    for heavy in HEAVY:
+        mixed = memory.activation_bytes(layers, heavy, False, 1)
+        light = pure[heavy.lighter]
+        assert mixed.held == (2 * pure[heavy].held + light.held) / 3
+        assert mixed[1:] == pure[heavy][1:]

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from seqloom.attention import attention
 from seqloom.cost.compute import layer_values
-from seqloom.dist import run_ranks
+from seqloom.dist import SingleRankTransport, bind, run_ranks
+from seqloom.engine.executor import run_step
 from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Route, Span
@@ -17,9 +19,10 @@ from seqloom.models import Transformer
 from seqloom.models import layer_wrapper as module
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.layer_wrapper import recompute_layers
-from seqloom.plan import Checkpoint, Group, Method, Sharding
+from seqloom.params import ReplicatedParameters
+from seqloom.plan import Checkpoint, Group, Method, Round, Sharding, StageMicroBatch
 from support.attention_cases import CountingKernel
-from support.steps import Step, one_stage_plan, tiny_spec
+from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.transports import CountingTransport
 
 torch.set_num_threads(1)
@@ -51,6 +54,43 @@ def counts_of(groups, checkpoint, node_size=4, sharding=Sharding.NONE):
         return {verb: counting.traffic(verb).calls for verb in VERBS}, sum(counting.traffic(v).bytes for v in VERBS)
 
     return run_ranks(4, body, strict=True)
+
+
+def with_lighter(plan, count):
+    """The plan with so many layers of every round that recompute less."""
+    [line] = plan.pipelines
+    works = [replace(each.by_stage[0], lighter_layers=count) for each in line.rounds]
+    changed = replace(plan, pipelines=(replace(line, rounds=tuple(Round((work,)) for work in works)),))
+    changed.validate()
+    return changed
+
+
+@pytest.mark.parametrize(("checkpoint", "linear", "attention"), [("selective", 2 + 1, 2), ("full", 2 + 2, 2 + 1)])
+def test_the_last_layers_recompute_less(monkeypatch, checkpoint, linear, attention):
+    """Of two layers the second keeps all, or its attention: how often projections and kernels run forward."""
+    kernel, calls = CountingKernel(), []
+    monkeypatch.setattr("seqloom.attention.plan._default_kernel", lambda device: kernel)
+    plan = with_lighter(one_stage_plan([[Group((0,), 1, 1, SPANS)]], ranks=1, checkpoint=Checkpoint(checkpoint)), 1)
+    adapter = ModelAdapter.of(STEP.model())
+    recompute_layers(adapter.layers)
+    for number, layer in enumerate(adapter.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    parameters = ReplicatedParameters(adapter, SingleRankTransport())
+    result = run_step(bind_plan(plan, SingleRankTransport()), parameters, STEP.rows(), STEP.valid)
+    assert (len(calls), kernel.calls["forward"]) == (linear, attention)
+    if checkpoint == "selective":
+        assert calls == [0, 1, 0]
+    found = Found(result.loss, result.gradient_norm, dict(parameters.full_gradients()))
+    assert found.worst(STEP.alone()) < 1e-12
+
+
+def test_a_context_that_does_not_know_its_layers_is_refused():
+    work = StageMicroBatch((Group((0,), 1, 1, SPANS),), Checkpoint.FULL, lighter_layers=1)
+    adapter = ModelAdapter.of(STEP.model())
+    recompute_layers(adapter.layers)
+    context = bind(work, SingleRankTransport())
+    with pytest.raises(SeqloomError, match=r"the last 1 layers .*; bind it with layers=stage.layers"):
+        ModelWithLoss(adapter)(*STEP.rows()(context), context)
 
 
 def overlapping(method):

@@ -34,7 +34,7 @@ def tables(entries):
 def test_totals_and_halves_are_possible(checkpoint):
     entries = [*CASES, *map(random_parts, range(200))]
     parts, total = tables(entries)
-    forward, weights = forward_ns(parts, total, checkpoint), weights_ns(parts, checkpoint, 1.0)
+    forward, weights = forward_ns(parts, total, FORWARD[checkpoint]), weights_ns(parts, FORWARD[checkpoint], 1.0)
     assert (forward >= 0).all() and (weights >= 0).all()
     assert (forward + weights <= total).all()
     assert (computing_ns(parts) <= total).all()
@@ -43,19 +43,19 @@ def test_totals_and_halves_are_possible(checkpoint):
 def test_plain_shares():
     attention, linear = CostBreakdown(attention=3500), CostBreakdown(linear=3000)
     parts, total = tables([attention, linear])
-    assert forward_ns(parts, total, Checkpoint.NONE).tolist() == [1000, 1000]
-    assert weights_ns(parts, Checkpoint.NONE, 1.0).tolist() == [0, 1000]
-    assert weights_ns(parts, Checkpoint.NONE, 0.75).tolist() == [0, 750]
+    assert forward_ns(parts, total, FORWARD[Checkpoint.NONE]).tolist() == [1000, 1000]
+    assert weights_ns(parts, FORWARD[Checkpoint.NONE], 1.0).tolist() == [0, 1000]
+    assert weights_ns(parts, FORWARD[Checkpoint.NONE], 0.75).tolist() == [0, 750]
 
 
 def test_recomputing_belongs_to_the_backward():
     parts = tables([CostBreakdown(linear=4000), CostBreakdown(attention=4500)])
-    assert forward_ns(*parts, Checkpoint.FULL).tolist() == [1000, 1000]
+    assert forward_ns(*parts, FORWARD[Checkpoint.FULL]).tolist() == [1000, 1000]
 
 
 def test_a_gather_that_hides_behind_the_backward_does_not_stretch_the_forward():
     parts = tables([CostBreakdown(linear=300, gather=300)])
-    assert forward_ns(*parts, Checkpoint.NONE).tolist() == [100]
+    assert forward_ns(*parts, FORWARD[Checkpoint.NONE]).tolist() == [100]
 
 
 def test_every_part_on_a_stream_has_a_share():

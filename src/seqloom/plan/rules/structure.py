@@ -151,6 +151,21 @@ def work(plan: Plan) -> None:
             raise violation("work", f"{place(where)} has {what}", "groups and rounds do some work", "leave it out")
 
 
+def lighter(plan: Plan) -> None:
+    """Fewer layers than all recompute less, where there is such a choice and nothing is offloaded."""
+    for where, stage, share in stage_batches(plan):
+        count = share.lighter_layers
+        if whole_numbers((count,)) and count == 0:
+            continue
+        value = f"{place(where)} has {count!r} layers that recompute less than checkpoint {share.checkpoint}"
+        if share.checkpoint.lighter is None or share.offload:
+            must = "only full and selective checkpointing that stays on the GPU has a lighter choice"
+            raise violation("lighter", value, must, "use 0")
+        if not whole_numbers((count,)) or not 0 < count < stage.layer_count:
+            must = f"they are some of the {stage.layer_count} layers of the stage, not all"
+            raise violation("lighter", value, must, f"use 0 to {stage.layer_count - 1}")
+
+
 def group_ranks(plan: Plan) -> None:
     """A group's ranks are distinct ranks of its stage."""
     sets = [[frozenset(stage.ranks) for stage in pipeline.stages] for pipeline in plan.pipelines]

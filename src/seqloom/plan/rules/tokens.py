@@ -11,6 +11,7 @@ import numpy as np
 from seqloom.errors import violation
 from seqloom.layout.layout import Layout, merge_touching
 from seqloom.layout.move import move_between
+from seqloom.plan.limits import mixed_capacity
 from seqloom.plan.round import Method, StageMicroBatch
 from seqloom.plan.rules.structure import place, stage_batches, stage_groups, whole_numbers
 
@@ -106,16 +107,18 @@ def capacity(plan: Plan) -> None:
     """No rank holds more tokens in a round than its checkpoint allows, documents rounded up to the `pad_multiple`.
 
     A group of degree d with T tokens puts ceil(T / d) on each of its ranks; a rank in several groups holds
-    their sum.
+    their sum. Where some layers recompute less, a token takes the memory of both checkpoints in proportion.
     """
     allowed = dict(plan.limits.capacity)
     pad = plan.limits.pad_multiple
-    for where, _, share in stage_batches(plan):
-        most = allowed.get(share.checkpoint)
-        if most is None:
-            value = f"{place(where)} uses checkpoint {share.checkpoint}"
-            must = "the limits give a capacity for every checkpoint that is used"
-            raise violation("capacity", value, must, f"choose among {', '.join(allowed)}")
+    for where, stage, share in stage_batches(plan):
+        lighter = (share.checkpoint.lighter if share.lighter_layers else None) or share.checkpoint
+        for checkpoint in (share.checkpoint, lighter):
+            if checkpoint not in allowed:
+                value = f"{place(where)} uses checkpoint {checkpoint}"
+                must = "the limits give a capacity for every checkpoint that is used"
+                raise violation("capacity", value, must, f"choose among {', '.join(allowed)}")
+        most = mixed_capacity(allowed[share.checkpoint], allowed[lighter], share.lighter_layers, stage.layer_count)
         held: dict[int, int] = {}
         for group in share.groups:
             tokens = sum([-(-(stop - start) // pad) for _, start, stop in group.spans]) * pad
@@ -130,7 +133,8 @@ def capacity(plan: Plan) -> None:
             if max(load.values()) > most:
                 rank = next(rank for rank, tokens in load.items() if tokens > most)
                 value = f"{place(where)} puts {load[rank]} tokens on rank {rank}"
-                must = f"checkpoint {share.checkpoint} allows {most} tokens per rank and round"
+                also = f", with {share.lighter_layers} layers that recompute less," if share.lighter_layers else ""
+                must = f"checkpoint {share.checkpoint}{also} allows {most} tokens per rank and round"
                 way_out = f"spread {load[rank] - most} of them over more ranks or over other rounds"
                 raise violation("capacity", value, must, way_out)
 

@@ -7,7 +7,8 @@ over all such placements, each for itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -84,10 +85,7 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
                 streams[1] = linear * tokens  # its attention may be what a ring hides behind
             streams = np.maximum(streams - ROUNDED, 0.0)
             group_fixed = np.maximum(fixed_ns - round_fixed - ROUNDED, 0.0)
-            own = streams + (group_fixed + round_fixed)[:, None]
-            stays = np.maximum(np.maximum(own[0], own[1]) - movable, own[2])
-            reached = min(degree * cost.shard_group_size, cost.ranks)  # what moves can only go over these ranks
-            solo_ns = np.maximum(stays, round_fixed[0] + (streams[0] + group_fixed[0]) * degree / reached)
+            solo_ns = _solo_ns(streams, group_fixed, round_fixed, movable, degree, cost)
             solo_ns[tokens > degree * capacity] = float(NEVER)
             found = [streams, group_fixed, solo_ns]
             best = [np.minimum(a, b) for a, b in zip(best, found, strict=True)] if best else found
@@ -105,6 +103,73 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
         tokens=tokens,
         capacity=float(capacity),
         overlaps=any(rate.shape.overlaps_kv for rate in rates),
+    )
+
+
+def _solo_ns(
+    streams: np.ndarray,
+    group_fixed: np.ndarray,
+    round_fixed: np.ndarray,
+    movable: np.ndarray,
+    degree: float,
+    cost: CostModel,
+) -> np.ndarray:
+    """float64[n]: least time of a round with one document that adds these streams, float64[L, n], at this degree."""
+    own = streams + (group_fixed + round_fixed)[:, None]
+    stays = np.maximum(np.maximum(own[0], own[1]) - movable, own[2])
+    reached = min(degree * cost.shard_group_size, cost.ranks)  # what moves can only go over these ranks
+    return np.maximum(stays, round_fixed[0] + (streams[0] + group_fixed[0]) * degree / reached)
+
+
+def price_mixes(prices: Sequence[DegreePrices], cost: CostModel, parts: int) -> list[DegreePrices]:
+    """Price rounds some of whose layers recompute less, with the policies among these that differ by that.
+
+    Of each pair, the shares of lighter layers are cut into so many parts. No share of a part is cheaper than the
+    share at its lighter end, nor holds more than the one at its heavier end, so each part counts as a policy with the
+    price of the one and the capacity of the other. All of them together leave no policy out.
+    """
+    by_checkpoint = {each.policy.checkpoint: each for each in prices}
+    pairs = [(c.lighter, c) for c in by_checkpoint if c.lighter in by_checkpoint]
+    mixes = [
+        _mixed(by_checkpoint[light], by_checkpoint[heavy], part / parts, (part + 1) / parts, cost)
+        for light, heavy in pairs
+        for part in range(parts)
+    ]
+    mixed = {checkpoint for pair in pairs for checkpoint in pair}
+    return mixes + [each for checkpoint, each in by_checkpoint.items() if checkpoint not in mixed]
+
+
+def _mixed(light: DegreePrices, heavy: DegreePrices, low: float, high: float, cost: CostModel) -> DegreePrices:
+    """Bound what rounds cost and hold whose share of lighter layers is between `low` and `high`.
+
+    A document that fills much of its ranks' memory allows its round a smaller share than `high`.
+    """
+    per_token = heavy.degree[:, None] / heavy.tokens  # memory per token, in units in which a rank has 1
+    spare, more = per_token - 1 / heavy.capacity, 1 / light.capacity - 1 / heavy.capacity
+    most = np.clip(spare / more, low, high) if more > 0 else np.full_like(spare, high)
+
+    def ends(name: str, high: float | np.ndarray = high) -> tuple[np.ndarray, np.ndarray]:
+        a, b = getattr(heavy, name), getattr(light, name)
+        return a + (b - a) * low, a + (b - a) * high
+
+    streams, movable = np.minimum(*ends("cost", most)), np.maximum(*ends("movable", most))
+    group_fixed, round_fixed = (np.minimum(*ends(name)) for name in ("group_fixed", "round_fixed"))
+    capacity = 1 / (low / light.capacity + (1 - low) / heavy.capacity)
+    degrees = enumerate(heavy.degree.tolist())
+    solo_ns = np.stack(
+        [_solo_ns(streams[:, d], group_fixed[:, d], round_fixed, movable[d], degree, cost) for d, degree in degrees]
+    )
+    solo_ns[heavy.tokens > heavy.degree[:, None] * capacity * (1 + 1e-12)] = float(NEVER)
+    return replace(
+        heavy,
+        cost=streams,
+        group_fixed=group_fixed,
+        round_fixed=round_fixed,
+        movable=movable,
+        solo_ns=solo_ns,
+        linear=float(min(ends("linear"))),
+        capacity=capacity,
+        overlaps=light.overlaps or heavy.overlaps,
     )
 
 

@@ -20,7 +20,9 @@ bisects for the shortest that is not.
     throughput    all tokens and all work pass through the ranks in whole rounds
     timeline      documents fit side by side, and one after another, on the ranks' timelines
     lock step     all ranks run all rounds together: long rounds against slow links (full sharding)
-    mixture       every round has one checkpoint policy: fast ones hold less (full sharding)
+    mixture       every round has its checkpointing: fast ones hold less (full sharding)
+
+Single layers of a round may recompute less than the others. All four hold for that too: see `price_mixes`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from seqloom.cost.plan_cost import step_overhead
 from seqloom.cost.resharding import reshard_times, unshard_times_by_stage
 from seqloom.cost.shapes import STREAMS
 from seqloom.plan import Pipeline, Plan, Reduce
-from seqloom.planners.bounds.prices import ROUNDED, DegreePrices, price_documents, shape_rates
+from seqloom.planners.bounds.prices import ROUNDED, DegreePrices, price_documents, price_mixes, shape_rates
 from seqloom.planners.loops import NEVER
 from seqloom.planners.problem import fitting_problems
 
@@ -50,6 +52,8 @@ BISECTION_TOLERANCE = 1e-4
 """Bisections for the shortest step stop at this part of it."""
 NEGLIGIBLE = 0.15
 """Parts below this count as nothing in every dual feasible function but the identity."""
+LAYER_PARTS, MIXTURE_LAYER_PARTS = 3, 2
+"""Parts into which shares of layers that recompute less are cut; `mixture_bound` enumerates them."""
 MAX_MIXED_ROUNDS = 12
 """Rounds up to which `mixture_bound` enumerates the policies of a plan's rounds."""
 
@@ -66,7 +70,8 @@ def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
 def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> int:
     """The bound for plans whose rounds use any of these policies, which differ in checkpointing only."""
     tokens = cost.padded_lengths(np.asarray(lengths, np.int64)).astype(float)
-    prices = [price_documents(tokens, cost, policy) for policy in policies]
+    pure = [price_documents(tokens, cost, policy) for policy in policies]
+    prices = price_mixes(pure, cost, LAYER_PARTS)
     streams = [0]
     streams += [1] * any(p.overlaps for p in prices)
     streams += [2] * any(p.cost[2].any() or p.round_fixed[2] > 0 for p in prices)
@@ -78,7 +83,7 @@ def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[Memo
     if cost.shard_group_size == cost.ranks:
         best = max(best, lock_step_bound(options))
         if len(policies) > 1:
-            best = max(best, mixture_bound(prices, cost.ranks))
+            best = max(best, mixture_bound(price_mixes(pure, cost, MIXTURE_LAYER_PARTS), cost.ranks))
     return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in policies)
 
 

@@ -25,7 +25,7 @@ from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import Schedule, Times
 from seqloom.schedules.memory import UnitMemory, memory_walk
 from seqloom.simulate.memory import KVCacheChanges, kv_cache_changes
-from seqloom.simulate.microbatch import FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
+from seqloom.simulate.microbatch import FORWARD, FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
 
 WALKS = 8
 """Walks along a row of actions, at most, to make it fit."""
@@ -118,7 +118,7 @@ class MicroBatchCosts:
         slowest = rank_ns.reshape(count, width).argmax(axis=1) + width * np.arange(count)
         length = np.maximum(rank_ns[slowest], parts[:, COST_COLUMNS.index("link")].reshape(count, width).max(axis=1))
         forward, weights = forward_and_weight_cuts(
-            parts[slowest], rank_ns[slowest], policy.checkpoint, self.cost.engine.matmul_share
+            parts[slowest], rank_ns[slowest], FORWARD[policy.checkpoint], self.cost.engine.matmul_share
         )
         if policy.offload:
             held = self.cost.memory.activation_bytes(layers, policy.checkpoint, offload=False).held
