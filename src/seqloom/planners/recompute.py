@@ -8,6 +8,7 @@ every micro-batch on every stage, see `planners.pipeline.recompute_offload`. The
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from seqloom.cost import CostModel, MemoryPolicy
@@ -58,8 +59,9 @@ def _lightest(work: StageMicroBatch, plan: Plan, cost: CostModel) -> StageMicroB
         return work
     policy, tokens = MemoryPolicy(work.checkpoint, plan.reduce), int(tokens_on_ranks(cost, work).max())
     room, layers = cost.budget_bytes - cost.memory.fixed_bytes(policy), cost.model.layers
-    for count in range(layers - 1, 0, -1):
+
+    def exceeds(count: int) -> bool:
         allowed = mixed_capacity(capacities[work.checkpoint], capacities[lighter], count, layers)
-        if tokens <= allowed and tokens * cost.memory.token_bytes(policy, count) <= room:
-            return replace(work, lighter_layers=count)
-    return replace(work, lighter_layers=0)
+        return tokens > allowed or tokens * cost.memory.token_bytes(policy, count) > room
+
+    return replace(work, lighter_layers=bisect_left(range(1, layers), True, key=exceeds))
