@@ -1,6 +1,7 @@
 """The table of model types in docs/huggingface.md: every causal one of the installed transformers, tiny, and tried.
 
-python docs/huggingface_matrix.py     renews docs/huggingface.md between its markers; takes a minute
+python docs/huggingface_matrix.py                  renews docs/huggingface.md between its markers; takes a minute
+python docs/huggingface_matrix.py phi gpt2 ...     tries these types, and leaves what the page says of the others
 
 A model that is not refused runs under plans of 1, 3 and 4 ranks, and of two stages with a document in pieces. Loss and
 gradients are compared with those of plain transformers, document by document, in float64.
@@ -8,11 +9,12 @@ gradients are compared with those of plain transformers, document by document, i
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     **{name: {"logits_scaling": 3.0} for name in ("granite", "granitemoe", "granitemoeshared", "granite_swa")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
     "longcat_flash": LATENT | {"num_layers": 2},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "lm_head_bias": True},
 }
 """What models of a type have and a small config would not."""
 
@@ -170,15 +173,20 @@ def refusal(error: SeqloomError) -> str:
 # ---- The page
 
 
-def matrix() -> str:
-    """Try every causal model type; return the table in Markdown."""
+def matrix(chosen: Sequence[str] = (), page: str = "") -> str:
+    """Try the chosen causal model types, or all of them; return the table in Markdown.
+
+    What it says of types that are not tried is what `page` says.
+    """
     transformers.logging.set_verbosity_error()
     types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     found = defaultdict(list)
+    said = what_page_says(page) if chosen else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about tiny configs
         for number, model_type in enumerate(types, 1):
-            found[try_type(model_type)].append(model_type)
+            tried = not chosen or model_type in chosen
+            found[try_type(model_type) if tried else said[model_type]].append(model_type)
             if number % 20 == 0:
                 print(f"{number}/{len(types)} model types", file=sys.stderr)
     release = ".".join(transformers.__version__.split(".")[:2])
@@ -187,6 +195,13 @@ def matrix() -> str:
     for what, names in sorted(found.items(), key=lambda item: (item[0].partition(":")[0], -len(item[1]), item[0])):
         rows.append(f"| {what} | {', '.join(f'`{name}`' for name in names)} | {len(names)} |")
     return "\n".join(rows) + "\n"
+
+
+def what_page_says(page: str) -> dict[str, str]:
+    """Return what the table of a page says of every model type."""
+    table = page.split(f"<!-- {MARKER} -->\n")[1].split(f"<!-- /{MARKER} -->")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ") and "`" in line]
+    return {name: row[1].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
 
 
 def renewed(page: str, table: str) -> str:
@@ -199,4 +214,5 @@ def renewed(page: str, table: str) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     path = Path(__file__).parent / "huggingface.md"
-    path.write_text(renewed(path.read_text(), matrix()))
+    written = path.read_text()
+    path.write_text(renewed(written, matrix(sys.argv[1:], written)))

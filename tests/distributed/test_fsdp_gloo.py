@@ -214,6 +214,7 @@ def with_transformers(transport, name, lora, plan, make):
         ("mixtral", False, Sharding.FULL, None),  # a rank without tokens has experts that nobody calls
         ("qwen2-windows", False, Sharding.NONE, None),
         ("llama", True, Sharding.FULL, None),
+        ("phi", False, Sharding.HYBRID, None),  # a head with a bias
         ("llama-tied", False, Sharding.FULL, Remap.ATTENTION),
         pytest.param("mixtral", False, Sharding.HYBRID, Remap.MLP, marks=pytest.mark.slow),
         pytest.param("llama", True, Sharding.FULL, Remap.MLP, marks=pytest.mark.slow),

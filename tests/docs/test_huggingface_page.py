@@ -22,6 +22,7 @@ SUPPORTED = (
     ("logit soft-cap, attention sinks, values of another width than keys (latent attention)", "computed by the engine"),
     ("tied and untied heads", "`head(model)` says which"),
     ("logits scaled or capped after the head", "inside the loss: `head(model).logits` says how"),
+    ("a head with a bias", "inside the loss, with its gradient: `head(model).bias`"),
     ("LoRA through peft", "attach the wrapped model"),
     (
         "dropout modules in layers, those of LoRA among them",

@@ -87,7 +87,9 @@ def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=N
             loss = cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
         else:
             hidden = hidden_states(own, rows, context.positions, context)
-            loss, logits = summed_loss(hidden, head(own).weight, labels), hidden @ head(own).weight.T
+            weight, _, made, bias = head(own)
+            loss = summed_loss(hidden, weight, labels, bias=bias, logits=made)
+            logits, _ = made.apply(torch.nn.functional.linear(hidden, weight, bias), needs_slope=False)
         loss.backward()
         return context.spans, logits.detach()
 

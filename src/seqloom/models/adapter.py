@@ -51,7 +51,7 @@ class ModelAdapter:
         module: has all parameters, under the names that checkpoints use.
         layers: modules that are unsharded, resharded and recomputed one by one; each is called with the context.
         hidden: hidden(ids int64[tokens], context) -> [tokens, hidden] after the final norm.
-        head: has `weight` [vocabulary, hidden]; maybe that of the token embedding.
+        head: has `weight` [vocabulary, hidden], maybe that of the token embedding, and maybe a `bias` [vocabulary].
         logits: what they are of the products of hidden states and head.
         attention_specs: of the layers, each distinct one once, for `prepare`.
         embed: embed(ids int64[tokens], context) -> [tokens, hidden].
@@ -218,7 +218,8 @@ class ModelWithLoss(nn.Module):
             return states
         assert labels is not None  # rows of a part that ends are read with their labels
         weight = cast("torch.Tensor", adapter.head.weight)
-        return summed_loss(states, weight, labels, **self._options, logits=adapter.logits)
+        bias = cast("torch.Tensor | None", getattr(adapter.head, "bias", None))
+        return summed_loss(states, weight, labels, bias=bias, **self._options, logits=adapter.logits)
 
 
 @dataclass(slots=True, eq=False)

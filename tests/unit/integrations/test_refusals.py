@@ -106,7 +106,6 @@ CASES = {
     "router noise": [lambda: tiny_model("mixtral", router_jitter_noise=0.1)],
     "router loss": [lambda: tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.001)],
     "logits altered after the head": [
-        lambda: on_meta("PhiForCausalLM", **SIZES),
         lambda: on_meta("BertLMHeadModel", **SIZES, is_decoder=True),
         lambda: lora(target_modules=["q_proj", "lm_head"]),
     ],

@@ -2,7 +2,7 @@
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
     hidden = hidden_states(model, ids, context.positions, context)
-    weight, tied, logits = head(model)
+    weight, tied, logits, bias = head(model)
     adapter = model_adapter(model)      # for plans with pipeline stages, tensor parallelism, sharded parameters
 
 Transformers looks attention and its mask up by name in registries; `attach` registers ours there and switches the
@@ -64,6 +64,7 @@ class Head(NamedTuple):
     weight: nn.Parameter  # [vocabulary, hidden], the parameter itself
     tied: bool  # whether it is the embedding's parameter too
     logits: Logits = PRODUCTS  # what the model makes of its products with hidden states
+    bias: nn.Parameter | None = None  # [vocabulary], added to the products
 
 
 def attach(model: Model, *, longest: int | None = None) -> Model:
@@ -139,8 +140,8 @@ def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict
 def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
     """Return the input of an attached model's head, [tokens, hidden]: the logits are this @ head(model).weight.T.
 
-    Where a model scales or caps them, `head(model).logits` says so, for `summed_loss`. For ids, positions and context
-    see `inputs`.
+    Where a model adds a bias, scales or caps them, `head(model)` says so, for `summed_loss`. For ids, positions and
+    context see `inputs`.
     """
     decoder = unwrap(model).get_decoder()
     return drop_padding(decoder(**inputs(ids, positions, context)).last_hidden_state.squeeze(0), context.tokens)
@@ -149,8 +150,9 @@ def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, 
 def head(model: nn.Module) -> Head:
     """Return the output projection of an attached model. Call it in every step: sharding may exchange parameters."""
     causal = unwrap(model)
-    weight = causal.get_output_embeddings().weight
-    return Head(weight, weight is causal.get_input_embeddings().weight, logits_of(causal))
+    projection = causal.get_output_embeddings()
+    tied = projection.weight is causal.get_input_embeddings().weight
+    return Head(projection.weight, tied, logits_of(causal), projection.bias)
 
 
 def model_adapter(model: nn.Module) -> ModelAdapter:

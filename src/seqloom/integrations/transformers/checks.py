@@ -290,7 +290,7 @@ def _router_loss(model: nn.Module, causal: Any) -> Iterator[str]:
 @_refuse(
     "logits altered after the head",
     "the loss is computed from hidden states and the weight of the head, without logits",
-    "use a model whose logits are hidden @ weight.T, scaled or capped; leave the head out of adapters",
+    "use a model whose logits are hidden @ weight.T + bias, scaled or capped; leave the head out of adapters",
 )
 def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
     config, head = _text_config(causal), causal.get_output_embeddings()
@@ -300,8 +300,6 @@ def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
         return
     if type(head) is not nn.Linear:
         yield f"the head is a {type(head).__name__}"
-    elif head.bias is not None:
-        yield "the head has a bias"
     decoder = causal.get_decoder()
     for name, child in causal.named_children():
         known = child is head or any(module is decoder for module in child.modules())
