@@ -62,6 +62,10 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     **{name: {"logits_scaling": 3.0} for name in ("granite", "granitemoe", "granitemoeshared", "granite_swa")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
     "longcat_flash": LATENT | {"num_layers": 2},
+    "llama4_text": {
+        **{"attention_chunk_size": 8, "floor_scale": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
+        "no_rope_layers": [1, 1, 1, 0],
+    },
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "lm_head_bias": True},
 }
 """What models of a type have and a small config would not."""

@@ -44,7 +44,9 @@ def test_nothing_is_wrong_and_most_of_what_is_trained_is_exact():
     assert sum(counts.values()) >= 180 and sum(n for what, n in counts.items() if what.startswith("exact")) >= 55
 
 
-@pytest.mark.parametrize("model_type", ["ernie4_5", "opt", "hunyuan_v1_moe", "diffllama", "gpt_oss", "phi"])
+@pytest.mark.parametrize(
+    "model_type", ["ernie4_5", "opt", "hunyuan_v1_moe", "diffllama", "gpt_oss", "phi", "llama4_text"]
+)
 def test_types_of_every_kind(matrix, model_type):
     assert matrix.try_type(model_type) == matrix.what_page_says(PAGE)[model_type]
 

@@ -267,6 +267,33 @@ def test_rotary_embeddings_by_the_longest_document_of_the_run(build, frequencies
     assert_equal(spread(model, ids, groups, by_logits=by_logits, longest=longest), wanted, 1e-6)  # tables are float32
 
 
+def llama4(**keys):
+    """Chunked attention with RoPE, and a layer without either, whose queries grow with their position."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {**SIZES, "head_dim": 4, "attention_chunk_size": 6, "floor_scale": 3, "no_rope_layers": [1, 0]}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 24, "moe_layers": [1]}
+    config = Llama4TextConfig(**{**sizes, **experts, "attn_scale": 0.7, "pad_token_id": 0, **keys})
+    return randomised(Llama4ForCausalLM(config), 0).double().train()
+
+
+@settings(max_examples=15)
+@given(
+    case=works(),
+    keep=st.sampled_from([None, "transformers", Checkpoint.SELECTIVE, Checkpoint.FULL]),
+    logits=st.booleans(),
+)
+def test_chunked_attention_and_queries_scaled_by_position(case, keep, logits):
+    lengths, groups = case
+    model, ids = llama4(), documents(lengths)
+    wanted = reference(model, ids)
+    if keep == "transformers":
+        model.gradient_checkpointing_enable()
+        keep = None
+    found = spread(model, ids, groups, by_logits=logits, keep=keep)
+    assert_equal(found, wanted, 1e-5)  # RoPE and scales are float32
+
+
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=8)
 @given(case=works(), data=st.data())

@@ -96,13 +96,16 @@ class ModelAdapter:
             )
         decoder, spec = model.model, model.spec
         modules = {name: name.split(".")[-2] for name, _ in model.named_parameters()}
-        windows = dict.fromkeys(spec.windows)
+        masks = dict.fromkeys(spec.masks)
         return cls(
             model,
             tuple(decoder.layers),
             lambda ids, c: decoder(ids, c.positions, c),
             model.lm_head,
-            tuple(AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, window) for window in windows),
+            tuple(
+                AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, window, attention_chunk=chunk)
+                for window, chunk in masks
+            ),
             embed=lambda ids, c: decoder.embed(ids, c.positions),
             body=lambda x, c, first, stop: decoder.body(x, c.positions, c, first, stop),
             norm=decoder.norm,
@@ -153,8 +156,8 @@ class ModelAdapter:
         The context keeps the result; layers compute in `dtype`.
         """
         degree, inner = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
-        for heads, kv_heads, dim, window, scale, softcap in self.attention_specs:
-            options = {"window": window, "scale": scale, "softcap": softcap}
+        for heads, kv_heads, dim, window, scale, softcap, chunk in self.attention_specs:
+            options = {"window": window, "scale": scale, "softcap": softcap, "attention_chunk": chunk}
             prepare_attention(inner, heads // degree, kv_heads // degree, dim, dtype, **options)
 
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:

@@ -203,6 +203,21 @@ def test_windows_cap_the_area():
     assert causal_area(lengths, None)[0].tolist() == [0, 50, 5000]
 
 
+def test_a_document_in_attention_chunks_is_priced_as_so_many_documents():
+    lengths = np.array([0.0, 10.0, 100.0, 104.0])
+    area, width = causal_area(lengths, None, 10)
+    assert area.tolist() == [0, 50, 500, 508] and width.tolist() == [1, 10, 10, 10]
+    assert causal_area(lengths, 4, 10)[0].tolist() == [0, 32, 320, 328]
+    cluster, full = Cluster.parse("1x8xH200"), ModelSpec.load("llama3-8b")
+    chunked = replace(full, attention_chunks=(8192, 8192, 8192, None) * 8)
+    one, eight = (Group((0,), 1, 1, tuple(Span(k, 0, n) for k in range(65536 // n))) for n in (65536, 8192))
+    prices = [
+        CostModel(cluster, spec).group_cost(group, FULL).attention for spec in (full, chunked) for group in (one, eight)
+    ]
+    assert prices[2] == pytest.approx(prices[0] / 4 + prices[1] * 3 / 4, rel=1e-6)
+    assert prices[3] == prices[1]
+
+
 def test_curve_keeps_flat_throughput():
     curve = LengthCurve.of(Curve((1024, 2048, 4096), (100.0, 200.0, 200.0), (100.0, 200.0, 200.0)), 1)
     lengths = np.array([512.0, 1024.0, 2048.0, 3000.0, 9000.0])

@@ -80,8 +80,8 @@ CASES = {
         lambda: on_meta("MambaForCausalLM", vocab_size=29, hidden_size=16, state_size=4, num_hidden_layers=1),
         lambda: on_meta("MiniMaxForCausalLM", **SIZES, layer_types=["linear_attention", "full_attention"]),
     ],
-    "sparse or chunked attention": [
-        lambda: on_meta("Llama4ForCausalLM", "Llama4TextConfig", **SIZES),
+    "sparse attention": [
+        lambda: on_meta("LlamaForCausalLM", **SIZES, layer_types=["full_attention", "compressed_sparse_attention"]),
         lambda: on_meta("DeepseekV32ForCausalLM", **{**SIZES, **MOE, **LATENT, "v_head_dim": 8}),
     ],
     "positions that cannot be given": [lambda: on_meta("BloomForCausalLM", **BLOOM)],

@@ -23,8 +23,10 @@ from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.checks import (
+    CHUNKED,
     check,
     decoder_layers,
+    decoder_of,
     dynamic_ropes,
     logits_of,
     planned_dropouts,
@@ -143,7 +145,7 @@ def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, 
     Where a model adds a bias, scales or caps them, `head(model)` says so, for `summed_loss`. For ids, positions and
     context see `inputs`.
     """
-    decoder = unwrap(model).get_decoder()
+    decoder = decoder_of(unwrap(model))
     return drop_padding(decoder(**inputs(ids, positions, context)).last_hidden_state.squeeze(0), context.tokens)
 
 
@@ -163,7 +165,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
     groups.
     """
     causal = unwrap(model)
-    decoder, embedding, layers = causal.get_decoder(), causal.get_input_embeddings(), decoder_layers(causal)
+    decoder, embedding, layers = decoder_of(causal), causal.get_input_embeddings(), decoder_layers(causal)
     remap_layers(layers)
 
     def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
@@ -207,16 +209,28 @@ def attention_spec(module: nn.Module) -> AttentionSpec | None:
     if not (isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float)):
         return None
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    window = _config_window(module, getattr(module, "layer_idx", None))
+    layer = getattr(module, "layer_idx", None)
     wider = max(dim, getattr(module, "v_head_dim", None) or dim)
-    return AttentionSpec(heads, kv_heads, wider, window, scale, getattr(module, "attn_logit_softcapping", None))
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    window, chunk = _config_window(module, layer), _config_chunk(module, layer)
+    return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk)
 
 
 # What transformers calls instead of its own attention.
 
 
-def mask_function(*, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
-    """Make no mask: the context says which token sees which. Padding and masks of a model's own are refused."""
+def mask_function(
+    *,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> int | None:
+    """Make no mask: the context says which token sees which. Padding and masks of a model's own are refused.
+
+    Of chunked attention this returns the size of a chunk, which transformers hands on to the layers that have it.
+    """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise SeqloomError(
             f"an attention_mask of shape {list(attention_mask.shape)} with padding: documents are packed without "
@@ -227,6 +241,8 @@ def mask_function(*, attention_mask: torch.Tensor | None = None, use_vmap: bool 
             "this model adds a mask of its own to the causal one: the engine computes causal attention, full or with "
             "a sliding window; use a model without it"
         )
+    chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
+    return local_size if chunked and local_size != getattr(config, "sliding_window", None) else None
 
 
 def attention_function(
@@ -234,7 +250,7 @@ def attention_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | int | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -249,7 +265,7 @@ def attention_function(
         module: the layer's attention.
         query: [1, heads, tokens, dim].
         key, value: [1, kv_heads, tokens, dim], one per kv head.
-        attention_mask: None, which is what `mask_function` gives.
+        attention_mask: what `mask_function` gives: None, or tokens of a chunk.
         scaling: logits are multiplied by it.
         dropout: refused by the engine unless 0.
         softcap: of the logits.
@@ -268,10 +284,14 @@ def attention_function(
             "model does not hand keywords on to attention and cannot be used"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    compiled, chunk = isinstance(seqloom_context, torch.Tensor), None
+    if not isinstance(attention_mask, torch.Tensor):
+        attention_mask, chunk = None, attention_mask
     _check_call(module, query, key, value, attention_mask, causal, keywords)
-    _check_window(module, keywords, compiled=isinstance(seqloom_context, torch.Tensor))
-    options = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout, "softcap": softcap}
-    options["sinks"] = keywords.get("s_aux")
+    _check_window(module, keywords, compiled=compiled)
+    _check_chunk(module, chunk, compiled=compiled)
+    options: dict[str, Any] = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout}
+    options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk}
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
         return attention(q, k, v, seqloom_context, **options)[None], None
@@ -283,6 +303,8 @@ def attention_function(
         )
     _check_position_ids(keywords.get("position_ids"), seqloom_context)
     q, k, v = (drop_padding(x, rows) for x in (q, k, v))
+    if _counts_rows(module):
+        q = _at_positions(module, q, seqloom_context.positions)
     out = attention(q, k, v, seqloom_context, **options, layer=getattr(module, "layer_idx", None))
     return pad_empty(out)[None], None
 
@@ -344,6 +366,51 @@ def _config_window(module: nn.Module, layer: int | None) -> int | None:
     if not types:
         return window
     return window if "sliding_attention" in (types if layer is None else types[layer : layer + 1]) else None
+
+
+def _check_chunk(module: nn.Module, chunk: int | None, *, compiled: bool) -> None:
+    """Refuse a layer that does not get the chunks that its config gives it.
+
+    A compiled graph must not look at a layer's number, so there what a layer gets is believed; but there positions are
+    not known either, by which some layers scale their queries.
+    """
+    if compiled and _counts_rows(module):
+        raise SeqloomError(
+            f"{type(module).__name__} scales queries by their rows (attn_temperature_tuning), and a compiled layer "
+            "does not know the positions to correct them; set model.compile = false"
+        )
+    wanted = None if compiled else _config_chunk(module, getattr(module, "layer_idx", None))
+    if wanted is not None and chunk != wanted:
+        raise SeqloomError(
+            f"{type(module).__name__}, layer {getattr(module, 'layer_idx', '?')}: the config says attention in chunks "
+            f"of {wanted} tokens, and the layer got {chunk}; call {CALL}, without an attention_mask"
+        )
+
+
+def _config_chunk(module: nn.Module, layer: int | None) -> int | None:
+    """Return the tokens of a chunk of a layer with chunked attention; None: it has none."""
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if not types or layer is None or types[layer] != CHUNKED:
+        return None
+    return config.attention_chunk_size
+
+
+def _counts_rows(module: nn.Module) -> bool:
+    """Whether a layer has multiplied its queries by a factor that grows with the row in the call (Llama 4)."""
+    tuned = getattr(module, "attn_temperature_tuning", False)
+    return bool(tuned) and not getattr(module, "use_rope", True)
+
+
+def _at_positions(module: Any, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Replace the factors of the rows, by which the layer multiplied q [tokens, heads, dim], by those of positions."""
+
+    def factors(places: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = torch.arange(len(q), device=q.device)
+    return (q * (factors(positions).to(wide) / factors(rows).to(wide))[:, None, None]).to(q.dtype)
 
 
 def _check_position_ids(positions: torch.Tensor | None, context: Context) -> None:

@@ -25,7 +25,8 @@ from seqloom.models.loss import Logits
 
 SHOWN = 3
 """Places that a message names for one reason."""
-ATTENTION_TYPES = ("full_attention", "sliding_attention")
+CHUNKED = "chunked_attention"
+ATTENTION_TYPES = ("full_attention", "sliding_attention", CHUNKED)
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 STATE_CLASSES = re.compile(r"Mamba|SSM|Rwkv|LSTM|RecurrentBlock|Rglru|DeltaNet|LightningAttention|ShortConv")
 ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
@@ -79,10 +80,19 @@ def unwrap(model: nn.Module) -> Any:
     return inner
 
 
+def decoder_of(causal: Any) -> Any:
+    """Return what a causal model has below its head: the child with the token embedding, if it names no other."""
+    named, embedding = causal.get_decoder(), causal.get_input_embeddings()
+    if named is not causal and any(module is embedding for module in named.modules()):
+        return named
+    children = (child for child in causal.children() if any(module is embedding for module in child.modules()))
+    return next(children, named)
+
+
 def decoder_layers(causal: Any) -> tuple[nn.Module, ...]:
     """Return the layers of a causal model, in their order."""
     classes = causal._no_split_modules or ()  # names of the classes of layers
-    layers = tuple(module for module in causal.get_decoder().modules() if type(module).__name__ in classes)
+    layers = tuple(module for module in decoder_of(causal).modules() if type(module).__name__ in classes)
     if not layers:
         raise SeqloomError(
             f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(classes)}); "
@@ -180,9 +190,9 @@ def _recurrent_state(model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 @_refuse(
-    "sparse or chunked attention",
-    "only full and sliding-window attention are computed",
-    "use a model with full_attention and sliding_attention layers",
+    "sparse attention",
+    "only full, sliding-window and chunked attention are computed",
+    f"use a model whose layers are {', '.join(ATTENTION_TYPES)}",
 )
 def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
     known = (*ATTENTION_TYPES, *STATE_TYPES)
@@ -199,7 +209,7 @@ def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
     "use a model whose forward takes position_ids",
 )
 def _no_position_ids(model: nn.Module, causal: Any) -> Iterator[str]:
-    decoder = causal.get_decoder()
+    decoder = decoder_of(causal)
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         yield f"{type(decoder).__name__}.forward has no position_ids"
 
@@ -300,7 +310,7 @@ def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
         return
     if type(head) is not nn.Linear:
         yield f"the head is a {type(head).__name__}"
-    decoder = causal.get_decoder()
+    decoder = decoder_of(causal)
     for name, child in causal.named_children():
         known = child is head or any(module is decoder for module in child.modules())
         if not known and any(True for _ in child.parameters()):
