@@ -17,6 +17,7 @@ SUPPORTED = (
     ("full causal attention, grouped or single key/value heads", "computed by the engine, heads unrepeated"),
     ("sliding windows, one per layer", "taken from the layer's own call"),
     ("chunked attention (Llama 4)", "taken from the mask that transformers asks for"),
+    ("tokens that see their whole document (bidirectional)", "by the mask that transformers asks for; not in pieces"),
     ("biases, QK norm, any scaling, RoPE, learned positions", "the model's own code"),
     ("RoPE by the longest sequence (longrope, dynamic)", "fixed by the longest document of the run: `data.max_length`"),
     ("experts, without a router loss, as by default", "the model's own code; routing is by token"),

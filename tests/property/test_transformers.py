@@ -294,6 +294,32 @@ def test_chunked_attention_and_queries_scaled_by_position(case, keep, logits):
     assert_equal(found, wanted, 1e-5)  # RoPE and scales are float32
 
 
+def llama_bidirectional():
+    return tiny_model("llama", is_causal=False)
+
+
+def eurobert():
+    from transformers import EuroBertConfig, EuroBertForMaskedLM
+
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id"), 0)
+    return randomised(EuroBertForMaskedLM(EuroBertConfig(**SIZES, **ends, mlp_bias=True)), 0).double().train()
+
+
+@pytest.mark.parametrize("build", [llama_bidirectional, eurobert])
+@settings(max_examples=12)
+@given(case=works(), keep=st.sampled_from([None, Checkpoint.SELECTIVE, Checkpoint.FULL]), by_logits=st.booleans())
+def test_tokens_that_see_their_whole_document(build, case, keep, by_logits):
+    """Any labels: the loss takes those of the positions themselves as it takes shifted ones."""
+    lengths, groups = case
+    model, ids = build(), documents(lengths)
+    wanted = reference(model, ids)
+    assert_equal(spread(model, ids, groups, by_logits=by_logits, keep=keep), wanted, 1e-9)
+    changed = [torch.cat([each[:-1], (each[-1:] + 1) % VOCABULARY]) for each in ids]
+    plain = one_by_one(copy.deepcopy(model), changed)
+    first = [not torch.equal(a[0], b[0]) for a, b in zip(plain, wanted[0], strict=True)]
+    assert first == [True] * len(ids), "the first token sees the last"
+
+
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=8)
 @given(case=works(), data=st.data())

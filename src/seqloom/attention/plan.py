@@ -66,6 +66,7 @@ class AttentionSpec(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     attention_chunk: int | None = None
+    causal: bool = True
 
 
 def prepare_attention(

@@ -176,13 +176,17 @@ class Compute:
         """float64[n] ns of all heads of each document on one of ``ring`` ranks, forward and backward.
 
         A rank of a zigzag ring computes 1/ring of the area. Of that, 1/ring is its own causal square of s/ring
-        tokens; the rest are full tiles of s/(2 ring) keys, which run at the tile throughput of that length.
+        tokens; the rest are full tiles of s/(2 ring) keys, which run at the tile throughput of that length. Without a
+        causal mask the area is twice as large, and all of it are tiles of s/ring keys.
         """
         forwards = 2 if checkpoint == Checkpoint.FULL else 1
         causal, tile = self.causal[forwards], self.tile[forwards]
         total = np.zeros(len(lengths))
         for mask, layers in self.masks:
             area, width = causal_area(lengths, *mask)
+            if not self.model.causal:
+                total = total + layers * (2.0 * area * (tile(width / ring) / (width / ring)))
+                continue
             per_area = causal(width / ring) / width  # = (1/ring) * causal(L) / L at L = width/ring
             if ring > 1:
                 half = width / (2 * ring)
@@ -201,14 +205,15 @@ class Compute:
 
 
 def forward_flops(lengths: np.ndarray, model: ModelSpec) -> np.ndarray:
-    """float64[n] FLOPs of a forward of documents: products with the weights, and attention under its causal mask.
+    """float64[n] FLOPs of a forward of documents: products with the weights, and attention under its mask.
 
     The model's own arithmetic: a backward is twice as much, and what checkpointing or an attention kernel recomputes is
     not counted. A layer's mask counts; of several experts those that a token takes; the head for every token.
     """
     tokens = lengths.astype(np.float64)
     pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in Counter(model.masks).items())
-    return 2.0 * model.matmul_parameters * tokens + 4.0 * attention_widths(model)[0] * pairs
+    seen = 1.0 if model.causal else 2.0
+    return 2.0 * model.matmul_parameters * tokens + 4.0 * attention_widths(model)[0] * seen * pairs
 
 
 def causal_area(

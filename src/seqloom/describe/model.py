@@ -46,6 +46,8 @@ class ModelSpec:
     """A position table that grows with the context, and biases everywhere: GPT-2 style."""
     attention_chunks: tuple[int | None, ...] = ()
     """For each layer, the tokens of a chunk inside of which tokens see each other; None: no chunks. () is all None."""
+    causal: bool = True
+    """A token sees the tokens before it; False: its whole document (bidirectional), which is then never in pieces."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -59,11 +61,11 @@ class ModelSpec:
         self._require(self.heads % self.kv_heads == 0, "kv_heads", f"must divide the {self.heads} query heads")
         self._require(len(self.windows) == self.layers, "windows", f"needs one entry for each of {self.layers} layers")
         self._require(all(w is None or w >= 1 for w in self.windows), "windows", "holds None or at least 1 token")
-        chunks, rule = (
-            self.attention_chunks,
-            f"is empty, or holds None or at least 1 token for all {self.layers} layers",
-        )
+        windowless = self.causal or set(self.windows) == {None}
+        self._require(windowless, "windows", "holds None alone where causal = False: a window counts back")
+        chunks = self.attention_chunks
         legal = not chunks or (len(chunks) == self.layers and all(chunk is None or chunk >= 1 for chunk in chunks))
+        rule = f"is empty, or holds None or at least 1 token for all {self.layers} layers"
         self._require(legal, "attention_chunks", rule)
         self._check_experts()
 

@@ -103,7 +103,9 @@ class ModelAdapter:
             lambda ids, c: decoder(ids, c.positions, c),
             model.lm_head,
             tuple(
-                AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, window, attention_chunk=chunk)
+                AttentionSpec(
+                    spec.heads, spec.kv_heads, spec.head_dim, window, attention_chunk=chunk, causal=spec.causal
+                )
                 for window, chunk in masks
             ),
             embed=lambda ids, c: decoder.embed(ids, c.positions),
@@ -156,9 +158,10 @@ class ModelAdapter:
         The context keeps the result; layers compute in `dtype`.
         """
         degree, inner = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
-        for heads, kv_heads, dim, window, scale, softcap, chunk in self.attention_specs:
-            options = {"window": window, "scale": scale, "softcap": softcap, "attention_chunk": chunk}
-            prepare_attention(inner, heads // degree, kv_heads // degree, dim, dtype, **options)
+        for heads, kv_heads, dim, window, scale, softcap, chunk, causal in self.attention_specs:
+            mask = {"causal": causal, "window": window, "attention_chunk": chunk}
+            sizes = (heads // degree, kv_heads // degree, dim, dtype)
+            prepare_attention(inner, *sizes, **mask, scale=scale, softcap=softcap)
 
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a range of layers; with the last layer also the final norm.

@@ -205,6 +205,7 @@ class Attention(nn.Module):
         self.layer_idx = layer
         self.heads, self.dim = spec.heads, spec.head_dim
         self.window, self.attention_chunk = spec.masks[layer]
+        self.causal = spec.causal
         queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, options.qkv_bias
         self.q_proj = nn.Linear(spec.hidden, queries, bias=bias, **factory)
         self.k_proj = nn.Linear(spec.hidden, keys, bias=bias, **factory)
@@ -222,7 +223,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.dim))
         q, k = rotate(q, table), rotate(k, table)
         inner, mask = attention_context(context), {"window": self.window, "attention_chunk": self.attention_chunk}
-        mixed = attention(q, k, v, inner, causal=True, **mask, scale=self.dim**-0.5, layer=self.layer_idx)
+        mixed = attention(q, k, v, inner, causal=self.causal, **mask, scale=self.dim**-0.5, layer=self.layer_idx)
         return reduce_scatter_rows(self.o_proj(mixed.flatten(1)), context)
 
 

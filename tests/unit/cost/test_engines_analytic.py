@@ -7,7 +7,7 @@ import pytest
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.communication import Communication, GroupTraffic, MessageCounts, group_traffic
-from seqloom.cost.compute import LengthCurve, causal_area
+from seqloom.cost.compute import LengthCurve, causal_area, forward_flops
 from seqloom.cost.profile import Curve, Profile
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
@@ -216,6 +216,17 @@ def test_a_document_in_attention_chunks_is_priced_as_so_many_documents():
     ]
     assert prices[2] == pytest.approx(prices[0] / 4 + prices[1] * 3 / 4, rel=1e-6)
     assert prices[3] == prices[1]
+
+
+def test_bidirectional_documents_are_full_squares():
+    causal = ModelSpec.load("llama3-8b")
+    both = replace(causal, causal=False)
+    lengths = np.array([100, 4000])
+    attention = [forward_flops(lengths, spec) - 2.0 * spec.matmul_parameters * lengths for spec in (causal, both)]
+    assert attention[1].tolist() == (2 * attention[0]).tolist()
+    group = Group((0,), 1, 1, (Span(0, 0, 65536),))
+    one, two = (CostModel(Cluster.parse("1x8xH200"), spec).group_cost(group, FULL).attention for spec in (causal, both))
+    assert 1.5 * one < two < 2.5 * one  # tiles without a mask run faster than causal squares
 
 
 def test_curve_keeps_flat_throughput():

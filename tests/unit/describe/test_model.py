@@ -99,6 +99,7 @@ def test_attention_chunks():
     ("changes", "message"),
     [
         ({"layers": 0}, "layers = 0; it must be at least 1"),
+        ({"causal": False, "windows": (4, None, None, None)}, "windows = .*; it holds None alone where causal = False"),
         ({"attention_chunks": (8,)}, "attention_chunks = .8,.; it is empty, or holds None .* for all 4 layers"),
         ({"attention_chunks": (8, 0, 8, 8)}, "attention_chunks = .* at least 1 token"),
         ({"kv_heads": 3}, "kv_heads = 3; it must divide the 8 query heads"),

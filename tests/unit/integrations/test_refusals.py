@@ -70,10 +70,10 @@ CASES = {
     "encoder-decoder": [lambda: on_meta("T5ForConditionalGeneration", **T5)],
     "several modalities": [llava],
     "cross attention": [lambda: on_meta("GPT2LMHeadModel", **GPT2, **QUIET, add_cross_attention=True)],
-    "bidirectional attention": [
+    "bidirectional sliding windows": [
         lambda: on_meta("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA, use_bidirectional_attention=True),
-        lambda: on_meta("LlamaForCausalLM", **SIZES, is_causal=False),
-        lambda: on_meta("BertLMHeadModel", **SIZES),
+        lambda: on_meta("MistralForCausalLM", **SIZES, sliding_window=4, is_causal=False),
+        lambda: on_meta("ModernBertForMaskedLM", **SIZES, pad_token_id=0),
     ],
     "linear attention, convolution or state space": [
         lambda: on_meta("Lfm2ForCausalLM", **SIZES, layer_types=["conv", "full_attention"]),

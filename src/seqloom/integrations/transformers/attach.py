@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function
 
 from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context, attention_context
@@ -45,6 +46,8 @@ from seqloom.models.adapter import ModelAdapter
 from seqloom.models.dropout import plan_dropout
 from seqloom.models.loss import PRODUCTS, Logits
 
+BIDIRECTIONAL = "bidirectional"
+"""What the mask function gives to layers whose tokens see their whole document."""
 NAME = "seqloom"
 """Under which our functions are registered in transformers."""
 CALL = "model(**seqloom.integrations.transformers.attach.inputs(ids, context.positions, context))"
@@ -70,7 +73,7 @@ class Head(NamedTuple):
 
 
 def attach(model: Model, *, longest: int | None = None) -> Model:
-    """Make a causal model compute its attention with the engine, and return it.
+    """Make a language model compute its attention with the engine, and return it.
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
     replaced but the `forward` of dropout modules and their layers, and switching to another name undoes the rest. From
@@ -213,7 +216,8 @@ def attention_spec(module: nn.Module) -> AttentionSpec | None:
     wider = max(dim, getattr(module, "v_head_dim", None) or dim)
     softcap = getattr(module, "attn_logit_softcapping", None)
     window, chunk = _config_window(module, layer), _config_chunk(module, layer)
-    return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk)
+    causal = all(getattr(each, "is_causal", True) is not False for each in (config, module))
+    return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk, causal)
 
 
 # What transformers calls instead of its own attention.
@@ -225,11 +229,13 @@ def mask_function(
     use_vmap: bool = False,
     local_size: int | None = None,
     config: Any = None,
+    mask_function: Any = None,
     **_: Any,
-) -> int | None:
+) -> int | str | None:
     """Make no mask: the context says which token sees which. Padding and masks of a model's own are refused.
 
-    Of chunked attention this returns the size of a chunk, which transformers hands on to the layers that have it.
+    Transformers hands on to layers what this returns: None is a causal mask, with a window or without, a number the
+    size of a chunk of chunked attention, `BIDIRECTIONAL` no mask at all.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise SeqloomError(
@@ -241,6 +247,8 @@ def mask_function(
             "this model adds a mask of its own to the causal one: the engine computes causal attention, full or with "
             "a sliding window; use a model without it"
         )
+    if mask_function is bidirectional_mask_function or getattr(config, "is_causal", True) is False:
+        return BIDIRECTIONAL
     chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
     return local_size if chunked and local_size != getattr(config, "sliding_window", None) else None
 
@@ -250,7 +258,7 @@ def attention_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | int | None,
+    attention_mask: torch.Tensor | int | str | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -265,11 +273,11 @@ def attention_function(
         module: the layer's attention.
         query: [1, heads, tokens, dim].
         key, value: [1, kv_heads, tokens, dim], one per kv head.
-        attention_mask: what `mask_function` gives: None, or tokens of a chunk.
+        attention_mask: what `mask_function` gives.
         scaling: logits are multiplied by it.
         dropout: refused by the engine unless 0.
         softcap: of the logits.
-        is_causal: only True, when a model says it.
+        is_causal: what the mask says already.
         seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle.
         keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this
             layer sees, itself included, `s_aux` are sinks, a logit for every head.
@@ -283,15 +291,16 @@ def attention_function(
             f"belong to; call {CALL}, or go back with model.set_attn_implementation('sdpa'). If the call had one, this "
             "model does not hand keywords on to attention and cannot be used"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    compiled, chunk = isinstance(seqloom_context, torch.Tensor), None
-    if not isinstance(attention_mask, torch.Tensor):
-        attention_mask, chunk = None, attention_mask
-    _check_call(module, query, key, value, attention_mask, causal, keywords)
+    compiled = isinstance(seqloom_context, torch.Tensor)
+    causal = not isinstance(attention_mask, str)  # `BIDIRECTIONAL`
+    chunk = attention_mask if isinstance(attention_mask, int) else None
+    said = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    _check_call(module, query, key, value, attention_mask, keywords)
+    _check_causal(module, causal, said)
     _check_window(module, keywords, compiled=compiled)
     _check_chunk(module, chunk, compiled=compiled)
     options: dict[str, Any] = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout}
-    options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk}
+    options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk, "causal": causal}
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
         return attention(q, k, v, seqloom_context, **options)[None], None
@@ -314,8 +323,7 @@ def _check_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    causal: bool,
+    attention_mask: torch.Tensor | int | str | None,
     keywords: dict[str, Any],
 ) -> None:
     """Refuse a call that means something else than the engine computes."""
@@ -330,16 +338,23 @@ def _check_call(
             f"{name}: {key.shape[2]} keys for {query.shape[2]} queries, use_cache={keywords.get('use_cache')}: keys "
             "come from the round's ranks, not from a cache; pass use_cache=False"
         )
-    if attention_mask is not None:
+    if isinstance(attention_mask, torch.Tensor):
         raise SeqloomError(
             f"{name} was given a mask of shape {list(attention_mask.shape)}: who sees whom is in the context; "
             "leave attention_mask out, or use a model without a mask of its own"
         )
-    if not causal:
-        raise SeqloomError(f"{name} asks for attention that is not causal; use a causal language model")
     for keyword, what in NOT_COMPUTED.items():
         if keywords.get(keyword) is not None:
             raise SeqloomError(f"{name} passes {keyword}: {what} is not computed here; use a model without it")
+
+
+def _check_causal(module: nn.Module, causal: bool, said: bool) -> None:
+    """Refuse a layer that says it is not causal, and yet is given the mask of one that is."""
+    if causal and not said:
+        raise SeqloomError(
+            f"{type(module).__name__} says is_causal = False, and the mask it asks for is causal, or has a window on "
+            "both sides: what it would compute depends on the attention chosen; use a model whose mask agrees"
+        )
 
 
 def _check_window(module: nn.Module, keywords: dict[str, Any], *, compiled: bool) -> None:

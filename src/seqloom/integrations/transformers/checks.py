@@ -165,15 +165,19 @@ def _cross_attention(model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 @_refuse(
-    "bidirectional attention",
-    "the context means causal attention",
-    "use a causal model, and leave use_bidirectional_attention off",
+    "bidirectional sliding windows",
+    "a window counts back from a causal token",
+    "use a causal model, or one whose tokens see their whole document (is_causal = False, full_attention layers)",
 )
-def _bidirectional(model: nn.Module, causal: Any) -> Iterator[str]:
-    if getattr(_text_config(causal), "is_causal", True) is False:
-        yield "is_causal = False"
-    yield from _set_keys(causal, "use_bidirectional_attention")
-    yield from (name for name, module in causal.named_modules() if getattr(module, "is_causal", True) is False)
+def _bidirectional_windows(model: nn.Module, causal: Any) -> Iterator[str]:
+    yield from _set_keys(causal, "use_bidirectional_attention")  # of Gemma, with windows in most layers
+    config = _text_config(causal)
+    windows = "sliding_attention" in _layer_types(causal) or (
+        not _layer_types(causal) and getattr(config, "sliding_window", None)
+    )
+    modules = (module for module in causal.modules() if getattr(module, "is_causal", True) is False)
+    if windows and (getattr(config, "is_causal", True) is False or any(True for _ in modules)):
+        yield "is_causal = False with sliding windows"
 
 
 @_refuse(
