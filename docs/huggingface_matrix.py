@@ -25,6 +25,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from seqloom.cost import CostModel
 from seqloom.data import IGNORE_INDEX, Batch, Source, StoreWriter, open_source
@@ -57,6 +58,8 @@ LATENT = {
     **{"head_dim": 4, "num_key_value_heads": 4},
 }
 """Of latent attention: the width of a head is that of its rotated part there."""
+ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "minimax_m2", "flex_olmo")
+"""Types that are tried with an active router loss."""
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     **{name: {"logits_scaling": 3.0} for name in ("granite", "granitemoe", "granitemoeshared", "granite_swa")},
@@ -79,6 +82,8 @@ def tiny_config(model_type: str) -> Any:
     usual = AutoConfig.for_model(model_type)
     keys = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
     drops = [key for key, value in usual.to_dict().items() if "drop" in key and isinstance(value, float)]
+    if model_type in ROUTED:
+        keys |= {"output_router_logits": True, "router_aux_loss_coef": 0.3}
     drops += [key for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop") if hasattr(usual, key)]
     return type(usual)(**{**keys, **dict.fromkeys(drops, 0.0), **USUAL.get(model_type, {})})
 
@@ -129,16 +134,20 @@ def plain_outcome(config: Any, source: Source) -> StepOutcome:
     model = tiny_model(config)
     capped = getattr(config, "attn_logit_softcapping", None)  # not by torch's own attention
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
-    total, valid = 0.0, int(source.valid.sum())
+    loss, valid, routed = torch.zeros((), dtype=torch.float64), int(source.valid.sum()), []
     for document, length in enumerate(LENGTHS):
         ids, labels = (torch.tensor(np.array(each)) for each in source.rows(document, 0, length))
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        loss = cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX) / valid
-        loss.backward()
-        total += loss.item()
+        found = model(input_ids=ids[None], use_cache=False)
+        loss = loss + cross_entropy(found.logits[0], labels, reduction="sum", ignore_index=IGNORE_INDEX) / valid
+        routed.append(getattr(found, "router_logits", None))
+    if getattr(config, "output_router_logits", False):  # of all documents
+        logits = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
+        counts = (model.num_experts, model.num_experts_per_tok)
+        loss = loss + model.router_aux_loss_coef * load_balancing_loss_func(logits, *counts)
+    loss.backward()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
-    return StepOutcome(total, sum(float(each.norm()) ** 2 for each in found.values()) ** 0.5, found)
+    return StepOutcome(loss.item(), sum(float(each.norm()) ** 2 for each in found.values()) ** 0.5, found)
 
 
 def try_type(model_type: str) -> str:

@@ -188,7 +188,8 @@ def with_transformers(transport, name, lora, plan, make):
     """A step of a tiny Hugging Face model on this rank; `make` says how its parameters are kept."""
     from seqloom.integrations.transformers import attach, model_adapter
 
-    model = tiny_model(name)
+    routed = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if name == "mixtral" else {}
+    model = tiny_model(name, **routed)
     if lora:
         from peft import LoraConfig, get_peft_model
 

@@ -45,7 +45,7 @@ def test_nothing_is_wrong_and_most_of_what_is_trained_is_exact():
 
 
 @pytest.mark.parametrize(
-    "model_type", ["ernie4_5", "opt", "hunyuan_v1_moe", "diffllama", "gpt_oss", "phi", "llama4_text"]
+    "model_type", ["ernie4_5", "opt", "hunyuan_v1_moe", "diffllama", "gpt_oss", "phi", "llama4_text", "mixtral"]
 )
 def test_types_of_every_kind(matrix, model_type):
     assert matrix.try_type(model_type) == matrix.what_page_says(PAGE)[model_type]

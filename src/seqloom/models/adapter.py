@@ -30,6 +30,7 @@ from seqloom.attention import AttentionSpec, prepare_attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import CHUNK, PRODUCTS, HeadGradients, Logits, summed_loss
+from seqloom.models.router_loss import RouterLoss
 from seqloom.models.split_backward import WeightGradients
 from seqloom.models.transformer import Transformer
 from seqloom.plan import LayerRange
@@ -65,6 +66,7 @@ class ModelAdapter:
         tp_divisors: what a tensor degree must divide (such as "kv heads") -> how many there are.
         no_tp_reason: why no TP group can shard the model's weights; "" if one can.
         deferred: values of parameters that are on "meta"; None: the module has them.
+        router_loss: of layers with experts, which report to it; None: there is none.
     """
 
     module: nn.Module
@@ -85,6 +87,7 @@ class ModelAdapter:
     )
     deferred: DeferredParameters | None = None
     logits: Logits = PRODUCTS
+    router_loss: RouterLoss | None = None
 
     @classmethod
     def of(cls, model: Transformer) -> ModelAdapter:

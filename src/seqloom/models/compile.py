@@ -40,7 +40,7 @@ from seqloom.dist.rows import take
 from seqloom.errors import SeqloomError
 from seqloom.models.dropout import check_rows, hide_keys
 from seqloom.models.float8 import allow_in_graphs
-from seqloom.models.layer_wrapper import LayerWrapper
+from seqloom.models.layer_wrapper import ROUTER_LOSS, LayerWrapper
 
 INDUCTOR_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """Inductor decides by the number of tokens whether the two sums in the backward of a norm become one kernel, and guards
@@ -57,6 +57,11 @@ def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") ->
         wrapper = LayerWrapper.of(layer)
         if wrapper.compiled is not None:
             raise SeqloomError(f"{type(layer).__name__} is compiled already; call compile_layers once for a layer")
+        if ROUTER_LOSS in wrapper.hooks:
+            raise SeqloomError(
+                f"{type(layer).__name__} has a router loss, which a compiled layer would leave out; set "
+                "model.compile = false, or load the model with output_router_logits=False"
+            )
         wrapper.compiled = partial(_run_compiled, _compiled_body(type(layer), backend))
 
 

@@ -13,7 +13,7 @@ attention layer, also when a layer is recomputed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,15 +25,18 @@ from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.checks import (
     CHUNKED,
+    Routers,
     check,
     decoder_layers,
     decoder_of,
     dynamic_ropes,
+    has_router_loss,
     logits_of,
     planned_dropouts,
+    routers_of,
     unwrap,
 )
-from seqloom.integrations.transformers.layers import MLP_NAMES, remap_layers, tp_layers
+from seqloom.integrations.transformers.layers import MLP_NAMES, RouterHooks, remap_layers, router_layers, tp_layers
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
     check_positions,
@@ -44,7 +47,9 @@ from seqloom.integrations.transformers.parts import (
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.dropout import plan_dropout
+from seqloom.models.layer_wrapper import ROUTER_LOSS, LayerWrapper
 from seqloom.models.loss import PRODUCTS, Logits
+from seqloom.models.router_loss import RouterLoss
 
 BIDIRECTIONAL = "bidirectional"
 """What the mask function gives to layers whose tokens see their whole document."""
@@ -98,7 +103,17 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
         )
     if planned_dropouts(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
+    if has_router_loss(causal) and router_loss_of(causal) is None:
+        routers = cast("Routers", routers_of(causal))  # `check` has found them
+        loss = RouterLoss(causal.router_aux_loss_coef, causal.num_experts, causal.num_experts_per_tok)
+        router_layers(decoder_layers(causal), loss, *routers)
     return model
+
+
+def router_loss_of(causal: Any) -> RouterLoss | None:
+    """Return the router loss that the layers of a model report to; None: none."""
+    hooks = (LayerWrapper.of(layer).hooks.get(ROUTER_LOSS) for layer in decoder_layers(causal))
+    return next((each.loss for each in hooks if isinstance(each, RouterHooks)), None)
 
 
 @torch.no_grad()
@@ -190,7 +205,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options |= {"tp_axes": tp_axes, "tp_divisors": tp_divisors, "no_tp_reason": ""}
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
-    options["logits"] = logits_of(causal)
+    options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal)}
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
 
 

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils.output_capturing import OutputRecorder
 
 from seqloom.errors import SeqloomError
 from seqloom.models.dropout import is_planned
@@ -292,13 +296,44 @@ def _router_noise(model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 @_refuse(
-    "router loss",
+    "another router loss than Mixtral's",
     "its statistics are those of one call, so it would depend on the plan",
     "load with output_router_logits=False, without which transformers computes none",
 )
 def _router_loss(model: nn.Module, causal: Any) -> Iterator[str]:
-    if getattr(_text_config(causal), "output_router_logits", False):
+    if has_router_loss(causal) and routers_of(causal) is None:
         yield from _set_keys(causal, *ROUTER_LOSSES)
+
+
+def has_router_loss(causal: Any) -> bool:
+    """Whether transformers adds a loss of the routers to that of the tokens."""
+    active = getattr(_text_config(causal), "output_router_logits", False)
+    return bool(active) and any(True for _ in _set_keys(causal, *ROUTER_LOSSES))
+
+
+class Routers(NamedTuple):
+    """Where the logits are that a load-balancing loss is made of."""
+
+    kind: type[nn.Module]
+    index: int  # of the logits in what a router returns
+
+
+def routers_of(causal: Any) -> Routers | None:
+    """Return the routers of a model whose router loss is that of Mixtral; None: its loss is another one.
+
+    Transformers copies the function into every model that has it, and records logits by the class of routers.
+    """
+    function = getattr(sys.modules[type(causal).__module__], load_balancing_loss_func.__name__, None)
+    recorded = (getattr(decoder_of(causal), "_can_record_outputs", None) or {}).get("router_logits")
+    known = all(hasattr(causal, name) for name in ("router_aux_loss_coef", "num_experts", "num_experts_per_tok"))
+    if not isinstance(function, FunctionType) or not isinstance(recorded, OutputRecorder) or not known:
+        return None
+    own, usual = (each.__code__ for each in (function, load_balancing_loss_func))
+    same = (own.co_code, own.co_consts, own.co_names) == (usual.co_code, usual.co_consts, usual.co_names)
+    layers = decoder_layers(causal)
+    beside = any(type(child) is recorded.target_class for layer in layers for child in layer.children())
+    z_loss = any(True for _ in _set_keys(causal, "router_z_loss_coef"))
+    return Routers(recorded.target_class, recorded.index) if same and not beside and not z_loss else None
 
 
 @_refuse(
