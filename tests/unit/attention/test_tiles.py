@@ -86,9 +86,7 @@ def test_attention_chunks_keep_the_order_of_rows(lengths, attention_chunk):
         ]
 
 
-CHUNKED = [
-    (causal, window, chunk) for causal, window in MASKS for chunk in (None, 1, 4, 24) if chunk != 1 or not window
-]
+CHUNKED = [(*mask, None) for mask in MASKS] + [(*MASKS[k], chunk) for k in (0, 1, 4) for chunk in (1, 4, 24)]
 
 
 @pytest.mark.parametrize("ring", [2, 3, 5])

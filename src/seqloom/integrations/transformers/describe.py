@@ -26,8 +26,8 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
 
 IMAGE_TEXT_TYPES = (
-    *("gemma3", "got_ocr2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm"),
-    *("video_llava", "vipllava"),
+    *("gemma3", "got_ocr2", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("smolvlm", "video_llava", "vipllava"),
 )
 """Types of models of images and text that compute of text alone what their language model does; a test compares them.
 Others, such as Aya Vision, which leaves the scale of its logits out, are refused."""
