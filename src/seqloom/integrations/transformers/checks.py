@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from transformers.utils.output_capturing import OutputRecorder
 
 from seqloom.errors import SeqloomError
 from seqloom.models.dropout import is_planned
@@ -323,17 +321,19 @@ def routers_of(causal: Any) -> Routers | None:
 
     Transformers copies the function into every model that has it, and records logits by the class of routers.
     """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     function = getattr(sys.modules[type(causal).__module__], load_balancing_loss_func.__name__, None)
     recorded = (getattr(decoder_of(causal), "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorded, "target_class", None)  # not of a list of several
     known = all(hasattr(causal, name) for name in ("router_aux_loss_coef", "num_experts", "num_experts_per_tok"))
-    if not isinstance(function, FunctionType) or not isinstance(recorded, OutputRecorder) or not known:
+    if not isinstance(function, FunctionType) or kind is None or not known:
         return None
     own, usual = (each.__code__ for each in (function, load_balancing_loss_func))
     same = (own.co_code, own.co_consts, own.co_names) == (usual.co_code, usual.co_consts, usual.co_names)
-    layers = decoder_layers(causal)
-    beside = any(type(child) is recorded.target_class for layer in layers for child in layer.children())
+    in_parts = not any(type(child) is kind for layer in decoder_layers(causal) for child in layer.children())
     z_loss = any(True for _ in _set_keys(causal, "router_z_loss_coef"))
-    return Routers(recorded.target_class, recorded.index) if same and not beside and not z_loss else None
+    return Routers(kind, recorded.index) if same and in_parts and not z_loss else None
 
 
 @_refuse(
