@@ -324,7 +324,7 @@ def routers_of(causal: Any) -> Routers | None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     function = getattr(sys.modules[type(causal).__module__], load_balancing_loss_func.__name__, None)
-    recorded = (getattr(decoder_of(causal), "_can_record_outputs", None) or {}).get("router_logits")
+    recorded: Any = (getattr(decoder_of(causal), "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", None)  # not of a list of several
     known = all(hasattr(causal, name) for name in ("router_aux_loss_coef", "num_experts", "num_experts_per_tok"))
     if not isinstance(function, FunctionType) or kind is None or not known:
