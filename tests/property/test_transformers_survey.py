@@ -1,4 +1,4 @@
-"""Every causal class of the installed transformers is refused, or equals plain transformers: none is silently wrong."""
+"""Every causal or masked class of transformers is refused, or equals plain transformers: none is silently wrong."""
 
 import warnings
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from torch.nn.functional import linear
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
@@ -35,8 +35,8 @@ SWITCHES = ("is_decoder", "use_sliding_window", "lm_head_bias")
 LARGEST = 10_000_000
 
 
-def classes():
-    for config, found in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+def classes(mapping):
+    for config, found in mapping.items():
         cls = found[0] if isinstance(found, tuple) else found
         if cls._supports_attention_backend and not {"text_config", "vision_config"} & set(config.sub_configs or ()):
             yield config, cls
@@ -74,12 +74,8 @@ def outcome(config, cls):
     model.set_attn_implementation("sdpa" if exact else "eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    places = [torch.arange(length)[None] for length in LENGTHS]
     try:
-        plain = [
-            model(input_ids=x[None], position_ids=at, use_cache=False).logits[0]
-            for x, at in zip(ids, places, strict=True)
-        ]
+        plain = [model(input_ids=x[None], use_cache=False).logits[0] for x in ids]
     except Exception:
         return "not run by transformers"
     try:
@@ -110,8 +106,18 @@ def quiet():
 def test_no_class_is_silently_wrong(quiet):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {cls.__name__: outcome(config, cls) for config, cls in classes()}
+        found = {cls.__name__: outcome(config, cls) for config, cls in classes(MODEL_FOR_CAUSAL_LM_MAPPING)}
     assert not {name: what for name, what in found.items() if what.startswith("wrong")}
     counts = {what: sum(each == what for each in found.values()) for what in sorted(set(found.values()))}
     assert counts["equal"] >= 75, (counts, found)
     assert counts["equal"] + counts["refused"] >= 95, (counts, found)
+
+
+@torch.no_grad()
+def test_no_masked_class_is_silently_wrong(quiet):
+    """Encoders: their tokens see whole documents, many have windows on both sides or positions of their own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {cls.__name__: outcome(config, cls) for config, cls in classes(MODEL_FOR_MASKED_LM_MAPPING)}
+    assert not {name: what for name, what in found.items() if what.startswith("wrong")}
+    assert found["EuroBertForMaskedLM"] == "equal" and found["ModernBertForMaskedLM"] == "refused", found
