@@ -42,10 +42,10 @@ def classes(mapping):
             yield config, cls
 
 
-def built(config, cls):
+def built(config, cls, **changes):
     """A tiny model, with two kinds of layers where the family has them; None if these sizes do not suit it."""
     defaults = config()
-    keys = {}
+    keys = dict(changes)
     for name, value in TINY.items():
         kind = type(getattr(defaults, name, None)) if name in vars(defaults) else None
         if kind is not None:
@@ -62,9 +62,9 @@ def built(config, cls):
     return None
 
 
-def outcome(config, cls):
+def outcome(config, cls, **changes):
     try:
-        model = built(config, cls)
+        model = built(config, cls, **changes)
     except Exception:
         model = None
     if model is None:
@@ -121,3 +121,15 @@ def test_no_masked_class_is_silently_wrong(quiet):
         found = {cls.__name__: outcome(config, cls) for config, cls in classes(MODEL_FOR_MASKED_LM_MAPPING)}
     assert not {name: what for name, what in found.items() if what.startswith("wrong")}
     assert found["EuroBertForMaskedLM"] == "equal" and found["ModernBertForMaskedLM"] == "refused", found
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_no_causal_class_is_silently_wrong_when_it_is_made_bidirectional(quiet):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        every = classes(MODEL_FOR_CAUSAL_LM_MAPPING)
+        found = {cls.__name__: outcome(config, cls, is_causal=False) for config, cls in every}
+    assert not {name: what for name, what in found.items() if what.startswith("wrong")}
+    assert sum(what == "equal" for what in found.values()) >= 50, found
+    assert found["MistralForCausalLM"] == found["Llama4ForCausalLM"] == "refused", "windows on both sides, and chunks"
