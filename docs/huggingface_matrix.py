@@ -58,7 +58,10 @@ LATENT = {
     **{"head_dim": 4, "num_key_value_heads": 4},
 }
 """Of latent attention: the width of a head is that of its rotated part there."""
-ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "minimax_m2", "flex_olmo")
+ROUTED = (
+    *("ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "laguna"),
+    *("mellum", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+)
 """Types that are tried with an active router loss."""
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
