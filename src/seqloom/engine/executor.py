@@ -32,6 +32,7 @@ from seqloom.engine.rank_actions import RankPlan
 from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import valid_tokens
+from seqloom.models.router_loss import RouterLoss
 from seqloom.params.interface import Parameters
 from seqloom.plan import Action, ActionKind, Checkpoint, Sharding
 
@@ -89,9 +90,13 @@ def run_step(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int
     _check(rank_plan, parameters, valid)
     timer = Timer(rank_plan.device)
     parameters.zero_grad()
-    with _router_step(rank_plan, parameters, rows, valid, timer) as router_loss:
-        result = _run_training(rank_plan, parameters, rows, valid, timer)
-        return replace(result, loss=result.loss + float(router_loss))
+    routers = parameters.router_loss
+    if routers is None:
+        return _run_training(rank_plan, parameters, rows, valid, timer)
+    counted, kept_rows = _count_routing(routers, rank_plan, parameters, rows, valid, timer)
+    with routers.step(counted) as loss:
+        result = _run_training(rank_plan, parameters, kept_rows, valid, timer)
+    return replace(result, loss=result.loss + float(loss))
 
 
 def _run_training(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, timer: Timer) -> StepResult:
@@ -107,20 +112,23 @@ def _run_training(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid
     return run.finish()
 
 
-@contextmanager
-def _router_step(
-    rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, timer: Timer
-) -> Iterator[torch.Tensor | float]:
-    """Have routers add the gradient of their loss in the block, if the model has one; yield this loss."""
-    routers, transport = parameters.router_loss, rank_plan.transport
-    if routers is None:
-        yield 0.0
-        return
+def _count_routing(
+    routers: RouterLoss, rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, timer: Timer
+) -> tuple[torch.Tensor, Rows]:
+    """Run a plan forward to count where routers send its tokens, on all ranks; return the counts, and the rows read.
+
+    Readers give the rows of a round once.
+    """
+    kept, transport = {}, rank_plan.transport
+
+    def read(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        kept[context.spans] = rows(context)
+        return kept[context.spans]
+
     with routers.counting(rank_plan.device) as counted:
-        _run_forward(rank_plan, parameters, rows, valid, timer)
+        _run_forward(rank_plan, parameters, read, valid, timer)
         transport.all_reduce(counted, tuple(range(transport.ranks)))
-    with routers.step(counted) as loss:
-        yield loss
+    return counted, lambda context: kept[context.spans]
 
 
 def evaluate(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> float:

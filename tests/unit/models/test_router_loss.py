@@ -1,15 +1,22 @@
 """The router loss in parts against the formula over all tokens: value, gradients, and what is refused."""
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from seqloom.dist import bind_single_rank
+from seqloom.data import Batch, RowReader, StoreWriter, open_source
+from seqloom.dist import SingleRankTransport, bind_single_rank
+from seqloom.engine import bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, inputs, model_adapter
+from seqloom.layout import Span
 from seqloom.models.compile import compile_layers
 from seqloom.models.router_loss import RouterLoss, add_loss
-from support.tiny_models import documents, one_by_one, tiny_model
+from seqloom.params import ReplicatedParameters
+from seqloom.plan import Group
+from support.steps import one_stage_plan
+from support.tiny_models import VOCABULARY, documents, gradients, one_by_one, tiny_model
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -61,3 +68,24 @@ def test_compiled_layers_are_refused():
     assert adapter.router_loss is not None and model_adapter(attach(tiny_model("mixtral"))).router_loss is None
     with pytest.raises(SeqloomError, match="MixtralDecoderLayer has a router loss, which a compiled layer would leave"):
         compile_layers(adapter.layers)
+
+
+def test_rows_that_a_reader_gives_once_serve_both_passes(tmp_path):
+    """As in a run; loss and gradients are those of plain transformers on the one document."""
+    (ids,) = documents([9])
+    with StoreWriter(tmp_path / "store", vocabulary=VOCABULARY) as writer:
+        writer.add(ids.numpy())
+    source = open_source(tmp_path / "store", vocabulary=VOCABULARY)
+    batch = Batch(np.arange(1), np.array(source.lengths), np.array(source.valid))
+    plain, model = (tiny_model("mixtral", **ROUTED) for _ in range(2))
+    plain.set_attn_implementation("sdpa")
+    wanted = plain(input_ids=ids[None], labels=ids[None], use_cache=False).loss
+    wanted.backward()
+    parameters = ReplicatedParameters(model_adapter(attach(model)), SingleRankTransport())
+    plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 9),))]], ranks=1)
+    rank_plan = bind_plan(plan, SingleRankTransport())
+    with RowReader(rank_plan, source, batch) as rows:
+        result = run_step(rank_plan, parameters, rows, batch.valid_tokens)
+    assert result.loss == pytest.approx(wanted.item(), rel=1e-6)
+    for name, gradient in gradients(plain).items():
+        assert torch.allclose(gradients(model)[name], gradient, rtol=1e-4, atol=1e-7), name
