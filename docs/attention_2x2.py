@@ -209,6 +209,7 @@ FEATURES = (
     Feature("causal, packed documents"),
     Feature("full (not causal), packed documents", Segments.packed([512, 512], causal=False)),
     Feature("sliding window", Segments.packed([512, 512], window=128)),
+    Feature("chunked attention", Segments.packed([512, 256], attention_chunk=192)),
     Feature("piece with its prefix", Segments.of([(0, 256, 0, 512, 256)])),
     Feature("any offset", Segments.of([(0, 256, 0, 512, 100)])),
     Feature("tile without mask", Segments.of([(0, 256, 0, 512, 512)])),

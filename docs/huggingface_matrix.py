@@ -1,6 +1,7 @@
 """The table of model types in docs/huggingface.md: every causal one of the installed transformers, tiny, and tried.
 
-python docs/huggingface_matrix.py     renews docs/huggingface.md between its markers; takes a minute
+python docs/huggingface_matrix.py                  renews docs/huggingface.md between its markers; takes a minute
+python docs/huggingface_matrix.py phi gpt2 ...     tries these types, and leaves what the page says of the others
 
 A model that is not refused runs under plans of 1, 3 and 4 ranks, and of two stages with a document in pieces. Loss and
 gradients are compared with those of plain transformers, document by document, in float64.
@@ -8,11 +9,12 @@ gradients are compared with those of plain transformers, document by document, i
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from seqloom.cost import CostModel
 from seqloom.data import IGNORE_INDEX, Batch, Source, StoreWriter, open_source
@@ -55,11 +58,21 @@ LATENT = {
     **{"head_dim": 4, "num_key_value_heads": 4},
 }
 """Of latent attention: the width of a head is that of its rotated part there."""
+ROUTED = (
+    *("ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "laguna"),
+    *("mellum", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+)
+"""Types that are tried with an active router loss."""
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     **{name: {"logits_scaling": 3.0} for name in ("granite", "granitemoe", "granitemoeshared", "granite_swa")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
     "longcat_flash": LATENT | {"num_layers": 2},
+    "llama4_text": {
+        **{"attention_chunk_size": 8, "floor_scale": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
+        "no_rope_layers": [1, 1, 1, 0],
+    },
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "lm_head_bias": True},
 }
 """What models of a type have and a small config would not."""
 
@@ -72,6 +85,8 @@ def tiny_config(model_type: str) -> Any:
     usual = AutoConfig.for_model(model_type)
     keys = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
     drops = [key for key, value in usual.to_dict().items() if "drop" in key and isinstance(value, float)]
+    if model_type in ROUTED:
+        keys |= {"output_router_logits": True, "router_aux_loss_coef": 0.3}
     drops += [key for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop") if hasattr(usual, key)]
     return type(usual)(**{**keys, **dict.fromkeys(drops, 0.0), **USUAL.get(model_type, {})})
 
@@ -122,16 +137,20 @@ def plain_outcome(config: Any, source: Source) -> StepOutcome:
     model = tiny_model(config)
     capped = getattr(config, "attn_logit_softcapping", None)  # not by torch's own attention
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
-    total, valid = 0.0, int(source.valid.sum())
+    loss, valid, routed = torch.zeros((), dtype=torch.float64), int(source.valid.sum()), []
     for document, length in enumerate(LENGTHS):
         ids, labels = (torch.tensor(np.array(each)) for each in source.rows(document, 0, length))
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        loss = cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX) / valid
-        loss.backward()
-        total += loss.item()
+        found = model(input_ids=ids[None], use_cache=False)
+        loss = loss + cross_entropy(found.logits[0], labels, reduction="sum", ignore_index=IGNORE_INDEX) / valid
+        routed.append(getattr(found, "router_logits", None))
+    if getattr(config, "output_router_logits", False):  # of all documents
+        logits = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
+        counts = (model.num_experts, model.num_experts_per_tok)
+        loss = loss + model.router_aux_loss_coef * load_balancing_loss_func(logits, *counts)
+    loss.backward()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
-    return StepOutcome(total, sum(float(each.norm()) ** 2 for each in found.values()) ** 0.5, found)
+    return StepOutcome(loss.item(), sum(float(each.norm()) ** 2 for each in found.values()) ** 0.5, found)
 
 
 def try_type(model_type: str) -> str:
@@ -170,15 +189,20 @@ def refusal(error: SeqloomError) -> str:
 # ---- The page
 
 
-def matrix() -> str:
-    """Try every causal model type; return the table in Markdown."""
+def matrix(chosen: Sequence[str] = (), page: str = "") -> str:
+    """Try the chosen causal model types, or all of them; return the table in Markdown.
+
+    What it says of types that are not tried is what `page` says.
+    """
     transformers.logging.set_verbosity_error()
     types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     found = defaultdict(list)
+    said = what_page_says(page) if chosen else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about tiny configs
         for number, model_type in enumerate(types, 1):
-            found[try_type(model_type)].append(model_type)
+            tried = not chosen or model_type in chosen
+            found[try_type(model_type) if tried else said[model_type]].append(model_type)
             if number % 20 == 0:
                 print(f"{number}/{len(types)} model types", file=sys.stderr)
     release = ".".join(transformers.__version__.split(".")[:2])
@@ -187,6 +211,13 @@ def matrix() -> str:
     for what, names in sorted(found.items(), key=lambda item: (item[0].partition(":")[0], -len(item[1]), item[0])):
         rows.append(f"| {what} | {', '.join(f'`{name}`' for name in names)} | {len(names)} |")
     return "\n".join(rows) + "\n"
+
+
+def what_page_says(page: str) -> dict[str, str]:
+    """Return what the table of a page says of every model type."""
+    table = page.split(f"<!-- {MARKER} -->\n")[1].split(f"<!-- /{MARKER} -->")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ") and "`" in line]
+    return {name: row[1].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
 
 
 def renewed(page: str, table: str) -> str:
@@ -199,4 +230,5 @@ def renewed(page: str, table: str) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     path = Path(__file__).parent / "huggingface.md"
-    path.write_text(renewed(path.read_text(), matrix()))
+    written = path.read_text()
+    path.write_text(renewed(written, matrix(sys.argv[1:], written)))

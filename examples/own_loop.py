@@ -33,8 +33,8 @@ for documents in batches:
         context = bind(current.by_stage[0], transport)  # which tokens this rank holds, and with whom it exchanges
         rows = (ends - lengths)[context.documents] + context.positions
         hidden = hidden_states(model, ids[rows], context.positions, context)
-        weight, _, logits = head(model)
-        loss = summed_loss(hidden, weight, labels[rows], logits=logits) / int((labels != -100).sum())
+        weight, _, logits, bias = head(model)
+        loss = summed_loss(hidden, weight, labels[rows], logits=logits, bias=bias) / int((labels != -100).sum())
         loss.backward()
         total += loss.detach()
     for tensor in (total, *(parameter.grad for parameter in model.parameters())):

@@ -187,7 +187,8 @@ def with_transformers(transport, name, lora, plan, make):
     """A step of a tiny Hugging Face model on this rank; `make` says how its parameters are kept."""
     from seqloom.integrations.transformers import attach, model_adapter
 
-    model = tiny_model(name)
+    routed = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if name == "mixtral" else {}
+    model = tiny_model(name, **routed)
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -213,6 +214,7 @@ def with_transformers(transport, name, lora, plan, make):
         ("mixtral", False, Sharding.FULL, None),  # a rank without tokens has experts that nobody calls
         ("qwen2-windows", False, Sharding.NONE, None),
         ("llama", True, Sharding.FULL, None),
+        ("phi", False, Sharding.HYBRID, None),  # a head with a bias
         ("llama-tied", False, Sharding.FULL, Remap.ATTENTION),
         pytest.param("mixtral", False, Sharding.HYBRID, Remap.MLP, marks=pytest.mark.slow),
         pytest.param("llama", True, Sharding.FULL, Remap.MLP, marks=pytest.mark.slow),

@@ -140,12 +140,12 @@ def test_half_precision_adds_up_in_float32(gloo_pool):
     assert 1e-4 < found.worst(STEP.alone()) < 2 * single
 
 
-def of_transformers(step, lora):
+def of_transformers(step, name, lora):
     """A model of transformers with as many layers."""
     from seqloom.integrations.transformers import attach
     from seqloom.integrations.transformers import model_adapter as described
 
-    model = tiny_model("llama" if lora else "qwen3", num_hidden_layers=step.spec.layers)
+    model = tiny_model(name, num_hidden_layers=step.spec.layers)
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -156,9 +156,9 @@ def of_transformers(step, lora):
     return replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
 
 
-def run_transformers(transport, step, plan, lora):
+def run_transformers(transport, step, plan, name, lora):
     parameters = PipelineFSDP(
-        of_transformers(step, lora),
+        of_transformers(step, name, lora),
         transport,
         Placement(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size),
     )
@@ -166,16 +166,16 @@ def run_transformers(transport, step, plan, lora):
     return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_models_of_transformers_in_stages(gloo_pool, lora):
-    """A tied head, or parameters that are not trained; documents in pieces, backwards in halves."""
+@pytest.mark.parametrize(("name", "lora"), [("qwen3", False), ("phi", False), ("llama", True)])
+def test_models_of_transformers_in_stages(gloo_pool, name, lora):
+    """A tied head, one with a bias, or parameters that are not trained; documents in pieces, backwards in halves."""
     step, plan = fixed_step("seq1f1b-zb", 4, 2, (2, 1, 3))
-    adapter, context = of_transformers(step, lora), bind_single_rank(step.lengths)
+    adapter, context = of_transformers(step, name, lora), bind_single_rank(step.lengths)
     loss = ModelWithLoss(adapter)(*step.rows()(context), context) / step.valid
     loss.backward()
     wanted = {name: each.grad for name, each in adapter.module.named_parameters() if each.requires_grad}
     norm = torch.stack([each.norm() for each in wanted.values()]).norm()
-    found = gloo_pool.run(run_transformers, step, plan, lora, ranks=RANKS)
+    found = gloo_pool.run(run_transformers, step, plan, name, lora, ranks=RANKS)
     assert max(each.worst(Found(loss.item(), norm.item(), wanted)) for each in found) < 1e-9
 
 

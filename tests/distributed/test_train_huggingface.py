@@ -172,7 +172,7 @@ def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(seql
     ("key", "value", "message"),
     [
         ("attention_dropout", 0.1, "attention dropout (attention_dropout = 0.1 in the config, model.layers.0"),
-        ("model_type", "phi", "logits altered after the head (the head has a bias)"),
+        ("model_type", "bert", "logits altered after the head (cls beside decoder and head)"),
     ],
 )
 def test_a_refused_model_gives_the_reason_before_any_process_starts(seqloom_here, place, key, value, message):

@@ -29,12 +29,6 @@ def matrix():
     return module
 
 
-def said(model_type: str) -> str:
-    """What the page says of a type."""
-    [line] = [line for line in PAGE.splitlines() if line.startswith("| ") and f"`{model_type}`" in line.split("|")[2]]
-    return line.split("|")[1].strip()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_page_says_what_running_every_type_shows(matrix):
@@ -50,9 +44,17 @@ def test_nothing_is_wrong_and_most_of_what_is_trained_is_exact():
     assert sum(counts.values()) >= 180 and sum(n for what, n in counts.items() if what.startswith("exact")) >= 55
 
 
-@pytest.mark.parametrize("model_type", ["ernie4_5", "opt", "hunyuan_v1_moe", "diffllama", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", ["ernie4_5", "opt", "hunyuan_v1_moe", "diffllama", "gpt_oss", "phi", "llama4_text", "mixtral"]
+)
 def test_types_of_every_kind(matrix, model_type):
-    assert matrix.try_type(model_type) == said(model_type)
+    assert matrix.try_type(model_type) == matrix.what_page_says(PAGE)[model_type]
+
+
+def test_a_few_types_are_tried_and_the_others_stay(matrix):
+    wrong = PAGE.replace("`phi`, ", "").replace("| refused: attention", "| WRONG | `phi` | 1 |\n| refused: attention")
+    assert matrix.what_page_says(wrong)["phi"] == "WRONG"
+    assert matrix.renewed(wrong, matrix.matrix(["bert", "phi"], wrong)) == PAGE
 
 
 NO_MODULES = {"deepseek", "gemma2", "gemma3"}  # refused, or not in transformers

@@ -16,12 +16,16 @@ EXAMPLE = ROOT / "examples" / "own_loop.py"
 SUPPORTED = (
     ("full causal attention, grouped or single key/value heads", "computed by the engine, heads unrepeated"),
     ("sliding windows, one per layer", "taken from the layer's own call"),
+    ("chunked attention (Llama 4)", "taken from the mask that transformers asks for"),
+    ("tokens that see their whole document (bidirectional)", "by the mask that transformers asks for; not in pieces"),
     ("biases, QK norm, any scaling, RoPE, learned positions", "the model's own code"),
     ("RoPE by the longest sequence (longrope, dynamic)", "fixed by the longest document of the run: `data.max_length`"),
-    ("experts, without a router loss, as by default", "the model's own code; routing is by token"),
+    ("experts", "the model's own code; routing is by token"),
+    ("a router loss (`output_router_logits`) like Mixtral's", "over all tokens of the step, by `engine.run_step`"),
     ("logit soft-cap, attention sinks, values of another width than keys (latent attention)", "computed by the engine"),
     ("tied and untied heads", "`head(model)` says which"),
     ("logits scaled or capped after the head", "inside the loss: `head(model).logits` says how"),
+    ("a head with a bias", "inside the loss, with its gradient: `head(model).bias`"),
     ("LoRA through peft", "attach the wrapped model"),
     (
         "dropout modules in layers, those of LoRA among them",

@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 @given(st.data())
 def test_random_plans_on_the_strict_transport(threads, data):
-    step = data.draw(steps())
+    step = data.draw(steps(chunked=True))
     plan = data.draw(step_plans(step))
     wanted = step.alone()
     results = threads(plan.limits.ranks).run(lambda transport: step.spread(plan, transport), strict=True)

@@ -87,7 +87,9 @@ def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=N
             loss = cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
         else:
             hidden = hidden_states(own, rows, context.positions, context)
-            loss, logits = summed_loss(hidden, head(own).weight, labels), hidden @ head(own).weight.T
+            weight, _, made, bias = head(own)
+            loss = summed_loss(hidden, weight, labels, bias=bias, logits=made)
+            logits, _ = made.apply(torch.nn.functional.linear(hidden, weight, bias), needs_slope=False)
         loss.backward()
         return context.spans, logits.detach()
 
@@ -263,6 +265,59 @@ def test_rotary_embeddings_by_the_longest_document_of_the_run(build, frequencies
     with pytest.raises(SeqloomError, match=r"RoPE by the longest sequence.*attach\(model, longest=tokens\)"):
         attach(copy.deepcopy(model))
     assert_equal(spread(model, ids, groups, by_logits=by_logits, longest=longest), wanted, 1e-6)  # tables are float32
+
+
+def llama4(**keys):
+    """Chunked attention with RoPE, and a layer without either, whose queries grow with their position."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {**SIZES, "head_dim": 4, "attention_chunk_size": 6, "floor_scale": 3, "no_rope_layers": [1, 0]}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 24, "moe_layers": [1]}
+    config = Llama4TextConfig(**{**sizes, **experts, "attn_scale": 0.7, "pad_token_id": 0, **keys})
+    return randomised(Llama4ForCausalLM(config), 0).double().train()
+
+
+@settings(max_examples=15)
+@given(
+    case=works(),
+    keep=st.sampled_from([None, "transformers", Checkpoint.SELECTIVE, Checkpoint.FULL]),
+    logits=st.booleans(),
+)
+def test_chunked_attention_and_queries_scaled_by_position(case, keep, logits):
+    lengths, groups = case
+    model, ids = llama4(), documents(lengths)
+    wanted = reference(model, ids)
+    if keep == "transformers":
+        model.gradient_checkpointing_enable()
+        keep = None
+    found = spread(model, ids, groups, by_logits=logits, keep=keep)
+    assert_equal(found, wanted, 1e-5)  # RoPE and scales are float32
+
+
+def llama_bidirectional():
+    return tiny_model("llama", is_causal=False)
+
+
+def eurobert():
+    from transformers import EuroBertConfig, EuroBertForMaskedLM
+
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id"), 0)
+    return randomised(EuroBertForMaskedLM(EuroBertConfig(**SIZES, **ends, mlp_bias=True)), 0).double().train()
+
+
+@pytest.mark.parametrize("build", [llama_bidirectional, eurobert])
+@settings(max_examples=12)
+@given(case=works(), keep=st.sampled_from([None, Checkpoint.SELECTIVE, Checkpoint.FULL]), by_logits=st.booleans())
+def test_tokens_that_see_their_whole_document(build, case, keep, by_logits):
+    """Any labels: the loss takes those of the positions themselves as it takes shifted ones."""
+    lengths, groups = case
+    model, ids = build(), documents(lengths)
+    wanted = reference(model, ids)
+    assert_equal(spread(model, ids, groups, by_logits=by_logits, keep=keep), wanted, 1e-9)
+    changed = [torch.cat([each[:-1], (each[-1:] + 1) % VOCABULARY]) for each in ids]
+    plain = one_by_one(copy.deepcopy(model), changed)
+    first = [not torch.equal(a[0], b[0]) for a, b in zip(plain, wanted[0], strict=True)]
+    assert first == [True] * len(ids), "the first token sees the last"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -47,7 +47,7 @@ class Case:
         heads, kv_heads, dim: of the model.
         world: ranks, in groups or not.
         groups: who works on which documents.
-        causal, window, scale, softcap: see `attention`.
+        causal, window, scale, softcap, attention_chunk: see `attention`.
         sinks: of every head; none: there are none.
         node_size, tensor: see `bind`.
     """
@@ -65,6 +65,7 @@ class Case:
     tensor: int = 1
     softcap: float | None = None
     sinks: tuple[float, ...] = ()
+    attention_chunk: int | None = None
 
     @classmethod
     def one_group(
@@ -111,8 +112,12 @@ class Case:
         """What one process computes in float64; a leaf with sinks gets its gradient."""
         q, k, v, dout = (x.cpu() for x in inputs)
         sinks = self.sink_leaf(q) if sinks is None else sinks
-        mask = {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
-        return attention_truth(q, k, v, dout, self.lengths, **mask, sinks=sinks)
+        return attention_truth(q, k, v, dout, self.lengths, causal=self.causal, **self.options, sinks=sinks)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `attention` is called with beside `causal` and sinks."""
+        return {name: getattr(self, name) for name in ("window", "scale", "softcap", "attention_chunk")}
 
     def sink_leaf(self, like: torch.Tensor) -> torch.Tensor | None:
         """The sinks as a parameter beside a tensor; None: there are none."""
@@ -169,8 +174,8 @@ def attend(
     rows = first[context.documents] + context.positions
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])
     sinks = case.sink_leaf(q)
-    options = {"window": case.window, "scale": case.scale, "softcap": case.softcap, "sinks": sinks}
-    out, lse = attend_in_teams(q, k, v, context, case.tensor, causal=case.causal, **options, kernels=kernels)
+    options = {"causal": case.causal, **case.options, "sinks": sinks, "kernels": kernels}
+    out, lse = attend_in_teams(q, k, v, context, case.tensor, **options)
     leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
     gradients = [x.detach().cpu() for x in torch.autograd.grad(out, leaves, inputs.dout[rows])]
     found = Truth(out.detach().cpu(), lse.detach().cpu(), *gradients[:3])

@@ -154,14 +154,13 @@ def _forward(
     q, k, v = given = tuple(x[rows].requires_grad_() for x in inputs[:3])
     sinks = whole.sink_leaf(q)
     given += () if sinks is None else (sinks,)
-    mask = {"window": whole.window, "scale": whole.scale, "softcap": whole.softcap, "sinks": sinks}
-    mask |= {"kernels": kernels, "layer": layer}
+    mask = {**whole.options, "sinks": sinks, "kernels": kernels, "layer": layer}
 
     def body(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         return attend_in_teams(q * 1, k * 1, v * 1, context, case.whole.tensor, **mask)
 
     with torch.set_grad_enabled(keeps):
-        out, lse = run_checkpointed(body, (q, k, v, context), {})
+        out, lse = run_checkpointed(body, (q, k, v, context), {}, layer)
     return _Unit(rows, given, out, lse)
 
 

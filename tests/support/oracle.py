@@ -36,6 +36,7 @@ def attention_truth(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> Truth:
     """Return output, log-sum-exp and gradients for documents of these lengths, packed one after the other.
 
@@ -48,6 +49,7 @@ def attention_truth(
         scale: logits are multiplied by it; None: dim ** -0.5.
         softcap: logits are c * tanh(logits / c).
         sinks: [heads], logits of a key without a value; a leaf of these gets its gradient in `grad`.
+        attention_chunk: tokens see each other in chunks of so many.
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     sink = None if sinks is None else sinks.double()
@@ -59,7 +61,7 @@ def attention_truth(
         logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~visible(len(queries), causal, window), -torch.inf)
+        logits = logits.masked_fill(~visible(len(queries), causal, window, attention_chunk), -torch.inf)
         if sink is not None:  # a last key for every query, whose weight goes nowhere
             logits = torch.cat([logits, sink[:, None, None].expand(-1, len(queries), 1)], dim=-1)
         weights = torch.softmax(logits, dim=-1)[..., : len(queries)]
@@ -70,7 +72,7 @@ def attention_truth(
     return Truth(out.detach(), lse.detach(), *(x.grad for x in (q, k, v)))
 
 
-def visible(length: int, causal: bool, window: int | None) -> torch.Tensor:
+def visible(length: int, causal: bool, window: int | None, attention_chunk: int | None = None) -> torch.Tensor:
     """Say which query (row) sees which key (column) of a document, bool[length, length]."""
     position = torch.arange(length)
     behind = position[:, None] - position
@@ -79,6 +81,8 @@ def visible(length: int, causal: bool, window: int | None) -> torch.Tensor:
         mask &= behind >= 0
     if window is not None:
         mask &= behind < window
+    if attention_chunk is not None:
+        mask &= position[:, None] // attention_chunk == position // attention_chunk
     return mask
 
 

@@ -113,8 +113,11 @@ def ample(ranks: int, heads: int, node_size: int | None = None) -> Limits:
 
 
 @st.composite
-def pipeline_steps(draw: st.DrawFn, *, longest: int = 24) -> Step:
-    """Draw a step of one to five layers: grouped heads, windows, biases, tied and untied heads, masked labels."""
+def pipeline_steps(draw: st.DrawFn, *, longest: int = 24, chunked: bool = False) -> Step:
+    """Draw a step of one to five layers: grouped heads, windows, biases, tied and untied heads, masked labels.
+
+    `chunked`: layers may also have attention chunks.
+    """
     layers = draw(st.integers(1, 5))
     kv_heads = draw(st.integers(1, 2))
     spec = tiny_spec(
@@ -123,6 +126,7 @@ def pipeline_steps(draw: st.DrawFn, *, longest: int = 24) -> Step:
         kv_heads=kv_heads,
         tied=draw(st.booleans()),
         windows=tuple(draw(st.sampled_from((None, None, 3, 11))) for _ in range(layers)),
+        attention_chunks=tuple(draw(st.sampled_from((None, None, 4, 9))) for _ in range(layers if chunked else 0)),
     )
     details = TransformerOptions(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))

@@ -217,17 +217,24 @@ def one_stage_plan(
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, longest: int = 30) -> Step:
-    """Draw a step: grouped heads, windows, biases, tied and untied heads, some labels masked, or nearly all."""
+def steps(draw: st.DrawFn, *, longest: int = 30, chunked: bool = False) -> Step:
+    """Draw a step: grouped heads, windows, biases, tied and untied heads, some labels masked, or nearly all.
+
+    `chunked`: layers may also have attention chunks, and tokens may see their whole document.
+    """
     kv_heads = draw(st.integers(1, 2))
     layers = draw(st.integers(1, 2))
     windows = draw(st.lists(st.none() | st.integers(1, 20), min_size=layers, max_size=layers))
+    chunks = [draw(st.none() | st.integers(1, 20)) for _ in range(layers if chunked else 0)]
+    causal = set(windows) != {None} or not chunked or draw(st.booleans())
     spec = tiny_spec(
         layers=layers,
         heads=kv_heads * draw(st.integers(1, 2)),
         kv_heads=kv_heads,
         tied=draw(st.booleans()),
         windows=tuple(windows),
+        attention_chunks=tuple(chunks),
+        causal=causal,
     )
     options = TransformerOptions(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))

@@ -41,9 +41,10 @@ def head_counts(draw: st.DrawFn, least: int = 1) -> tuple[int, int]:
 
 @st.composite
 def masks(draw: st.DrawFn, least: int = 1) -> dict[str, Any]:
-    """Draw causal, full, or a window from `least` tokens to more than a document."""
+    """Draw causal, full, or a window from `least` tokens to more than a document; all of these also in chunks."""
     window = draw(st.none() | st.integers(least, 40))
-    return {"causal": window is not None or draw(st.booleans()), "window": window}
+    chunk = draw(st.none() | st.none() | st.integers(least, 40))
+    return {"causal": window is not None or draw(st.booleans()), "window": window, "attention_chunk": chunk}
 
 
 @st.composite

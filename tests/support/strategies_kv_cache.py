@@ -52,7 +52,8 @@ def pieces_cases(draw: st.DrawFn, *, longest: int = 50) -> PiecesCase:
     rounds = tuple(draw(_groups(own)) for own in renamed if own)
     heads, kv_heads = draw(head_counts(ulysses))
     by_name = tuple(length for _, length in sorted(zip(names, lengths, strict=True)))
-    whole = Case(by_name, heads, kv_heads, draw(st.sampled_from((1, 4))), world, (), window=draw(_windows()))
+    mask = {"window": draw(_windows()), "attention_chunk": draw(st.none() | _windows())}
+    whole = Case(by_name, heads, kv_heads, draw(st.sampled_from((1, 4))), world, (), **mask)
     chosen = {"checkpoint": draw(st.sampled_from(CHECKPOINTS))}
     return PiecesCase(whole, rounds, draw(_orders(rounds)), **chosen, layers=draw(st.integers(1, 2)))
 

@@ -32,6 +32,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 6, "tie_word_embeddings": True, "rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 4}),
     "granite": ("Granite", {"attention_multiplier": 0.7, "residual_multiplier": 0.5}),
+    "phi": ("Phi", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 """Name -> family of classes in transformers, and what its config has beside `SIZES`."""

@@ -51,6 +51,7 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
     layer: int | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens over their whole documents, wherever these lie.
@@ -68,6 +69,8 @@ def attention(
         dropout: only 0: the result must not depend on the plan.
         softcap: c of c * tanh(logits / c), which stands in the place of logits; None: no cap.
         sinks: [heads], learnt logits of a key that every token sees and that has no value; None: none.
+        attention_chunk: tokens see each other only inside chunks of so many, counted from the first of their document
+            (chunked attention, Llama 4); None: in the whole document.
         layer: number of the layer in the model, another one for every attention of it; needed where a document is in
             pieces, whose keys are cached by layer.
 
@@ -79,16 +82,19 @@ def attention(
     if q.shape[-1] == k.shape[-1] != v.shape[-1]:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k, v, width = *_of_one_width(q, k, v), v.shape[-1]
-        options = {"causal": causal, "window": window, "scale": scale, "kernels": kernels, "dropout": dropout}
-        return attention(q, k, v, context, **options, softcap=softcap, sinks=sinks, layer=layer)[..., :width]
+        given: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "kernels": kernels}
+        given |= {"dropout": dropout, "softcap": softcap, "sinks": sinks}
+        given |= {"attention_chunk": attention_chunk, "layer": layer}
+        return attention(q, k, v, context, **given)[..., :width]
     if isinstance(context, torch.Tensor):
         if kernels is not None:
             raise SeqloomError(
                 f"kernels={kernels!r} in a compiled layer: a graph cannot hold them; leave them out, or do not compile"
             )
         # `models.compile` has registered the operator: it also makes the handles.
-        return torch.ops.seqloom.attention(q, k, v, context, causal, window, scale, dropout, softcap, sinks)[0]
-    options = AttentionOptions(causal, window, scale, kernels, dropout, softcap)
+        operator = torch.ops.seqloom.attention
+        return operator(q, k, v, context, causal, window, scale, dropout, softcap, sinks, attention_chunk)[0]
+    options = AttentionOptions(causal, window, scale, kernels, dropout, softcap, attention_chunk)
     return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), False, sinks)
 
 
@@ -104,6 +110,7 @@ def attention_with_lse(
     kernels: Kernel | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
     layer: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `attention`, and the log-sum-exp of the logits, sinks included, [heads, tokens], without gradient.
@@ -112,7 +119,7 @@ def attention_with_lse(
     """
     if sinks is not None:
         check_sinks(sinks, q)
-    options = AttentionOptions(causal, window, scale, kernels, softcap=softcap)
+    options = AttentionOptions(causal, window, scale, kernels, softcap=softcap, attention_chunk=attention_chunk)
     return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), True, sinks)
 
 

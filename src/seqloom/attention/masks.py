@@ -7,6 +7,9 @@ the position of its first query minus that of its first key, so inside a segment
     no window   or  a + offset - b < window    (b is one of the last `window` tokens, a itself included)
 
 Packed documents, the tiles of a ring step, a piece with its prefix: all are segments, and every kernel reads them.
+
+Chunked attention (Llama 4) hides tokens of another chunk of `attention_chunk` tokens, counted from the first of the
+document. It is no rule of a segment: an attention chunk is a segment of its own, as if it were a document.
 """
 
 from __future__ import annotations
@@ -55,10 +58,20 @@ class Segments:
         return cls(*table.T, causal=causal, window=window)
 
     @classmethod
-    def packed(cls, lengths: Sequence[int], *, causal: bool = True, window: int | None = None) -> Segments:
-        """Documents of these lengths one after the other; queries and keys are the same tokens."""
+    def packed(
+        cls,
+        lengths: Sequence[int],
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        attention_chunk: int | None = None,
+    ) -> Segments:
+        """Documents of these lengths one after the other, cut into attention chunks; queries and keys are the same."""
         column = np.asarray(lengths, dtype=np.int64)
         column = column[column > 0]
+        if attention_chunk is not None:
+            zero = np.zeros_like(column)
+            column = np.diff(attention_chunks(zero, column, attention_chunk)[1:], axis=0)[0]
         stop = np.cumsum(column)
         start = stop - column
         return cls(start, stop, start, stop, np.zeros_like(start), causal=causal, window=window)
@@ -114,6 +127,18 @@ class Segments:
         if self.window is not None:
             pairs -= _pairs_behind(self.q_len, self.k_len, self.offset - self.window)
         return pairs
+
+
+def attention_chunks(first: np.ndarray, last: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the attention chunks of tokens `first .. last` of documents, in order: document, start and stop.
+
+    Chunks are counted from token 0 of a document, so the first and the last of them may be shorter than `size`.
+    """
+    counts = -(-last // size) - first // size
+    document = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = ((first // size)[document] + number) * size
+    return document, np.maximum(start, first[document]), np.minimum(start + size, last[document])
 
 
 def _pairs_behind(q_len: np.ndarray, k_len: np.ndarray, offset: np.ndarray) -> np.ndarray:

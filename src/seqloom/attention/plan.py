@@ -53,10 +53,11 @@ class AttentionOptions(NamedTuple):
     kernels: Kernel | None = None
     dropout: float = 0.0
     softcap: float | None = None
+    attention_chunk: int | None = None
 
 
 class AttentionSpec(NamedTuple):
-    """Heads, window, scale and cap of a layer's attention: what a round's index work depends on; see `attention`."""
+    """Heads, mask, scale and cap of a layer's attention: what a round's index work depends on; see `attention`."""
 
     heads: int
     kv_heads: int
@@ -64,6 +65,8 @@ class AttentionSpec(NamedTuple):
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    attention_chunk: int | None = None
+    causal: bool = True
 
 
 def prepare_attention(
@@ -77,6 +80,7 @@ def prepare_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    attention_chunk: int | None = None,
     kernels: Kernel | None = None,
 ) -> None:
     """Do the index work of a round for attention calls like this one now, instead of in the first of them.
@@ -84,7 +88,7 @@ def prepare_attention(
     The context keeps the result. Sizes and dtype are those of the tensors that will come, `dim` the wider of keys and
     values; for the rest see `attention`.
     """
-    options = AttentionOptions(causal, window, scale, kernels, softcap=softcap)
+    options = AttentionOptions(causal, window, scale, kernels, softcap=softcap, attention_chunk=attention_chunk)
     _group_attentions(context, heads, kv_heads, dim, dtype, options)
 
 
@@ -114,6 +118,7 @@ def attention_builds(
     if not isinstance(kernel, SupportsBuilds):
         return []
     scale = spec.dim**-0.5 if spec.scale is None else spec.scale
+    longest = min(longest, spec.attention_chunk or longest)
     uses: dict[AttentionShape, KernelUse] = {}
     for ulysses, ring in sorted(set(degrees)):
         split = HeadSplit.of(spec.heads, spec.kv_heads, ulysses)
@@ -159,8 +164,8 @@ def _group_attentions(
         _check_call(context, heads, kv_heads, options)
         kernel = _default_kernel(context.device) if options.kernels is None else options.kernels
         model = AttentionShape(heads, kv_heads, dim, dtype, context.device, scale, options.softcap)
-        window = None if options.window is None else index(options.window)
-        builder = _Builder(context, model, kernel, options.causal, window)
+        window, chunk = (None if x is None else index(x) for x in (options.window, options.attention_chunk))
+        builder = _Builder(context, model, kernel, options.causal, window, chunk)
         return schedule_overlap(builder.groups(), LocalHeads(model), kernel, builder.mask, context.node_size)
 
     return context.cached((heads, kv_heads, dim, dtype, scale, *options[:2], *options[3:]), build)
@@ -174,10 +179,11 @@ class _Builder(NamedTuple):
     kernel: Kernel
     causal: bool
     window: int | None
+    attention_chunk: int | None
 
     @property
     def mask(self) -> dict[str, Any]:
-        return {"causal": self.causal, "window": self.window}
+        return {"causal": self.causal, "window": self.window, "attention_chunk": self.attention_chunk}
 
     def groups(self) -> list[UnscheduledGroup]:
         """Return every group that this rank computes or passes messages of, in the order of the work."""
@@ -205,7 +211,7 @@ class _Builder(NamedTuple):
         local = LocalHeads(shape, split.kv_index(bound.ulysses_index))
         exchange = UlyssesExchange(context.transport, bound, split) if group.ulysses > 1 else None
         inner = (
-            PrefixAttention.of(context, bound, local, self.kernel, self.window)
+            PrefixAttention.of(context, bound, local, self.kernel, self.window, self.attention_chunk)
             if in_pieces
             else self._inner(bound, local)
         )
@@ -231,24 +237,25 @@ class _Builder(NamedTuple):
         context, model = self.context, self.model
         if group.route is None or group.ring == 1 or context.node_size is None:  # `bind` has asked for the last
             return None
-        chunks = [ZigzagChunks.of(group, index) for index in range(group.ring)]
+        chunks = [ZigzagChunks.of(group, index, self.attention_chunk) for index in range(group.ring)]
         widths = [high - low for low, high in HeadSplit.of(model.heads, model.kv_heads, group.ulysses).kv]
         wide = sum_dtype(model.dtype).itemsize // model.dtype.itemsize
         if self._gathers(group):
-            moves = gather_moves(group, chunks, widths, wide, **self.mask)
+            moves = gather_moves(group, chunks, widths, wide, causal=self.causal, window=self.window)
         else:
             moves = ring_moves(group, max(each.rows for each in chunks), widths, wide)
         unit = 2 * model.dim * model.dtype.itemsize
         return RoutedExchanges.of(context.transport, group, moves, unit, context.device, context.node_size)
 
     def _gathers(self, group: Group) -> bool:
-        """Return whether a group gathers its keys: because the plan says so, or because of a short window.
+        """Return whether a group gathers its keys: because the plan says so, or because tokens see few others.
 
-        A window within one chunk reaches into one other chunk at most: a ring would send mostly keys that nobody
-        sees. The answer is the same on all ranks of the group.
+        A window or an attention chunk within one chunk of the ring reaches into one other of these at most: a ring
+        would send mostly keys that nobody sees. The answer is the same on all ranks of the group.
         """
         chunk = max((span.tokens for span in group.spans), default=0) // (2 * group.ring)
-        return group.method == Method.GATHER or (self.window is not None and self.window <= chunk)
+        reach = min((tokens for tokens in (self.window, self.attention_chunk) if tokens is not None), default=chunk + 1)
+        return group.method == Method.GATHER or reach <= chunk
 
 
 def _default_kernel(device: torch.device) -> Kernel:
@@ -330,11 +337,16 @@ def _check_pieces(context: Context, group: Group, options: AttentionOptions) -> 
 
 
 def _check_options(options: AttentionOptions) -> None:
-    window, scale = options.window, options.scale
+    window, scale, chunk = options.window, options.scale, options.attention_chunk
     if window is not None and (not hasattr(window, "__index__") or window < 1 or not options.causal):
         raise SeqloomError(
             f"window {window} with causal={options.causal}: a window is a whole number of tokens from 1 up, counted "
             "back from a causal query; leave it out, or set causal=True"
+        )
+    if chunk is not None and (not hasattr(chunk, "__index__") or chunk < 1):
+        raise SeqloomError(
+            f"attention_chunk {chunk}: tokens see each other in chunks of a whole number of tokens from 1 up; leave it "
+            "out for attention over whole documents"
         )
     if scale is not None and not 0 < scale < math.inf:
         raise SeqloomError(f"scale {scale}: logits are multiplied by it; give a positive number or None")

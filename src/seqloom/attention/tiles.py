@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved, device_rows
-from seqloom.attention.masks import Segments
+from seqloom.attention.masks import Segments, attention_chunks
 from seqloom.attention.merge import GradientAccumulator, MergeOps, PartialOutput, sum_dtype
 from seqloom.dist.rows import RowIndex, expand_runs, on_device
 from seqloom.errors import SeqloomError
@@ -45,8 +45,10 @@ class Tile(NamedTuple):
 class ZigzagChunks:
     """The low and the high chunk that a ring index holds of every document, sorted by document.
 
-    Columns are int64[2, documents]: row 0 for low chunks, row 1 for high ones. Chunks may be empty; a low one only
-    if the high one is too.
+    Columns are int64[2, documents]: row 0 for low chunks, row 1 for high ones. Chunks may be empty.
+
+    Tokens of different attention chunks do not see each other, so each of these is a document of its own here, and what
+    an index holds of it is low or high or both: in the order of its rows, low ones first.
 
     Attributes:
         index: of the ring.
@@ -62,13 +64,16 @@ class ZigzagChunks:
     extent: np.ndarray
 
     @classmethod
-    def of(cls, group: Group, index: int) -> ZigzagChunks:
-        """Return the chunks of one ring index: the spans of `Group.ring_spans`, as columns."""
+    def of(cls, group: Group, index: int, attention_chunk: int | None = None) -> ZigzagChunks:
+        """Return the chunks of one ring index: the spans of `Group.ring_spans`, as columns, cut at attention chunks."""
         _, first, last = np.array(sorted(group.spans), dtype=np.int64).reshape(-1, 3).T
         base, extra = np.divmod(last - first, 2 * group.ring)
         number = np.array([[index], [2 * group.ring - 1 - index]])
         start = first + number * base + np.minimum(number, extra)
         stop = first + (number + 1) * base + np.minimum(number + 1, extra)
+        if attention_chunk is not None:
+            document, first, last = attention_chunks(first, last, attention_chunk)
+            start, stop = (np.clip(edges[:, document], first, last) for edges in (start, stop))
         return cls(index, start, stop, _first_rows(start, stop), np.stack([first, last]))
 
     @property
@@ -200,7 +205,7 @@ def _visible_positions(queries: ZigzagChunks, causal: bool, window: int | None) 
     used = queries.stop > queries.start
     first, last = queries.extent
     if not causal:
-        low = np.where(used[0], (first, last), (first, first))
+        low = np.where(used.any(axis=0), (first, last), (first, first))
         return np.stack([low, np.stack([low[1], low[1]])])
     reach = _first_seen(queries, window)
     low = np.where(used[0], (reach[0], queries.stop[0]), (first, first))

@@ -112,7 +112,7 @@ class Compute:
     model: ModelSpec
     matmul_tflops: float
     memory_gb_s: float  # achieved, not spec
-    windows: tuple[tuple[int | None, int], ...]  # (window, layers that have it)
+    masks: tuple[tuple[tuple[int | None, int | None], int], ...]  # ((window, attention chunk), layers that have them)
     causal: dict[int, LengthCurve]  # by number of forwards
     tile: dict[int, LengthCurve]
     float8_speedup: float  # of the products that run in float8: all but those of weight gradients; 1: none do
@@ -124,7 +124,7 @@ class Compute:
             model,
             profile.matmul_tflops,
             cluster.device.hbm_gb_s * profile.memory_efficiency,
-            tuple(sorted(Counter(model.windows).items(), key=lambda item: item[0] or 0)),
+            tuple(sorted(Counter(model.masks).items(), key=lambda item: [each or 0 for each in item[0]])),
             {forwards: LengthCurve.of(profile.attention, forwards) for forwards in (1, 2)},
             {forwards: LengthCurve.of(profile.tile, forwards) for forwards in (1, 2)},
             profile.float8_speedup if float8 else 1.0,
@@ -176,13 +176,17 @@ class Compute:
         """float64[n] ns of all heads of each document on one of ``ring`` ranks, forward and backward.
 
         A rank of a zigzag ring computes 1/ring of the area. Of that, 1/ring is its own causal square of s/ring
-        tokens; the rest are full tiles of s/(2 ring) keys, which run at the tile throughput of that length.
+        tokens; the rest are full tiles of s/(2 ring) keys, which run at the tile throughput of that length. Without a
+        causal mask the area is twice as large, and all of it are tiles of s/ring keys.
         """
         forwards = 2 if checkpoint == Checkpoint.FULL else 1
         causal, tile = self.causal[forwards], self.tile[forwards]
         total = np.zeros(len(lengths))
-        for window, layers in self.windows:
-            area, width = causal_area(lengths, window)
+        for mask, layers in self.masks:
+            area, width = causal_area(lengths, *mask)
+            if not self.model.causal:
+                total = total + layers * (2.0 * area * (tile(width / ring) / (width / ring)))
+                continue
             per_area = causal(width / ring) / width  # = (1/ring) * causal(L) / L at L = width/ring
             if ring > 1:
                 half = width / (2 * ring)
@@ -201,22 +205,30 @@ class Compute:
 
 
 def forward_flops(lengths: np.ndarray, model: ModelSpec) -> np.ndarray:
-    """float64[n] FLOPs of a forward of documents: products with the weights, and attention under its causal mask.
+    """float64[n] FLOPs of a forward of documents: products with the weights, and attention under its mask.
 
     The model's own arithmetic: a backward is twice as much, and what checkpointing or an attention kernel recomputes is
-    not counted. A layer's window counts; of several experts those that a token takes; the head for every token.
+    not counted. A layer's mask counts; of several experts those that a token takes; the head for every token.
     """
     tokens = lengths.astype(np.float64)
-    pairs = sum(layers * causal_area(tokens, window)[0] for window, layers in Counter(model.windows).items())
-    return 2.0 * model.matmul_parameters * tokens + 4.0 * attention_widths(model)[0] * pairs
+    pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in Counter(model.masks).items())
+    seen = 1.0 if model.causal else 2.0
+    return 2.0 * model.matmul_parameters * tokens + 4.0 * attention_widths(model)[0] * seen * pairs
 
 
-def causal_area(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def causal_area(
+    lengths: np.ndarray, window: int | None, attention_chunk: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(area, width) of each document: query-key pairs, and the length whose kernel throughput applies.
 
     Without a window the area is s^2/2. With a window w, shorter documents are the same and longer ones fill a band of
     s*w - w^2/2. A band's rows are w wide where a triangle's are s/2 on average, so it runs like a document of 2w.
+    A document in attention chunks is so many documents.
     """
+    if attention_chunk is not None:
+        whole, rest = np.divmod(lengths, float(attention_chunk))
+        area, width = causal_area(np.minimum(lengths, float(attention_chunk)), window)
+        return whole * area + causal_area(rest, window)[0], width
     width = np.maximum(lengths, 1.0)  # an empty piece has no area; its width must still divide
     if window is None:
         return lengths * lengths * 0.5, width

@@ -247,12 +247,15 @@ class AnalyticEngine(CostEngine):
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns: kernels are called once more and their results merged; gradients of the prefix are added up.
 
-        A rank meets all tokens of the prefix that a layer's window shows, of its own heads.
+        A rank meets all tokens of the prefix that a layer's mask shows, of its own heads.
         """
         calls = self._kernel_call_ns(prefix, shape.kernel_calls, policy)
         again = 3 / 2 if policy.checkpoint == Checkpoint.FULL else 1.0
         merging = self.model.layers * again * self.profile.piece_us * 1e3
-        met = sum(layers * np.minimum(prefix, window or np.inf) for window, layers in self.compute.windows)
+        met = sum(
+            layers * np.minimum(prefix if chunk is None else prefix % chunk, window or np.inf)
+            for (window, chunk), layers in self.compute.masks
+        )
         return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(cp_shape(shape, self.tensor)) * met
 
     def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:

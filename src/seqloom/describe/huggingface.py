@@ -127,6 +127,7 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
         vocabulary=_number(config, "vocabulary"),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         windows=_windows(config, family, layers),
+        causal=config.get("is_causal") is not False,
         learned_positions=family.learned_positions,
         **_experts(config, layers),
     )

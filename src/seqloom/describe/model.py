@@ -13,7 +13,7 @@ from seqloom.reader import build, is_file_name, read_mapping
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. Widths are in elements, windows in tokens.
+    """A decoder-only transformer. Widths are in elements, windows and chunks of attention in tokens.
 
     A layer is attention (``heads`` query heads, ``kv_heads`` key/value heads of ``head_dim``) and a
     feed-forward: a dense one of width ``ffn`` or, in ``moe_layers``, a router over ``experts`` of width
@@ -44,6 +44,10 @@ class ModelSpec:
     """Indices of the layers with experts, ascending. () is all layers when there are experts."""
     learned_positions: bool = False
     """A position table that grows with the context, and biases everywhere: GPT-2 style."""
+    attention_chunks: tuple[int | None, ...] = ()
+    """For each layer, the tokens of a chunk inside of which tokens see each other; None: no chunks. () is all None."""
+    causal: bool = True
+    """A token sees the tokens before it; False: its whole document (bidirectional), which is then never in pieces."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -57,6 +61,12 @@ class ModelSpec:
         self._require(self.heads % self.kv_heads == 0, "kv_heads", f"must divide the {self.heads} query heads")
         self._require(len(self.windows) == self.layers, "windows", f"needs one entry for each of {self.layers} layers")
         self._require(all(w is None or w >= 1 for w in self.windows), "windows", "holds None or at least 1 token")
+        windowless = self.causal or set(self.windows) == {None}
+        self._require(windowless, "windows", "holds None alone where causal = False: a window counts back")
+        chunks = self.attention_chunks
+        legal = not chunks or (len(chunks) == self.layers and all(chunk is None or chunk >= 1 for chunk in chunks))
+        rule = f"is empty, or holds None or at least 1 token for all {self.layers} layers"
+        self._require(legal, "attention_chunks", rule)
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -96,6 +106,11 @@ class ModelSpec:
             return model_from_config(content, name=default)
         except SeqloomError as error:
             raise SeqloomError(f"{path}: {error}") from None
+
+    @property
+    def masks(self) -> tuple[tuple[int | None, int | None], ...]:
+        """Window and attention chunk of every layer."""
+        return tuple(zip(self.windows, self.attention_chunks or (None,) * self.layers, strict=True))
 
     @property
     def attention_parameters(self) -> int:

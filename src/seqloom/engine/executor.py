@@ -4,7 +4,8 @@
     result = run_step(rank_plan, parameters, rows, valid)    # gradients are in parameters.master_weights()
 
 The loss of a step is the sum of all token losses over the valid tokens of the whole step. So every round's sum is
-divided by the same number, and neither the loss nor a gradient depends on the plan.
+divided by the same number, and neither the loss nor a gradient depends on the plan. To this comes the loss of routers,
+for which a step is run forward once before, to count where they send tokens (`models.router_loss`).
 
 Between the forward and the backward of a microbatch `MicrobatchState` keeps the stage's input and the graph, but not
 the output: its edge in the graph is enough to start the backward. A recomputed stage keeps the input only. `Offload`
@@ -18,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from seqloom.engine.rank_actions import RankPlan
 from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import valid_tokens
+from seqloom.models.router_loss import RouterLoss
 from seqloom.params.interface import Parameters, scale_gradients
 from seqloom.plan import Action, ActionKind, Checkpoint, Sharding
 
@@ -50,7 +52,7 @@ class StepResult:
     """Result of a step: loss, norm and counts are the whole step's, the same on all ranks; times are this rank's.
 
     Attributes:
-        loss: sum of the token losses / valid tokens.
+        loss: sum of the token losses / valid tokens, and the loss of routers.
         gradient_norm: of the whole model, every parameter once, before clipping.
         valid: tokens that the loss counts.
         tokens: of this rank.
@@ -92,6 +94,19 @@ def run_step(
     _check(rank_plan, parameters, valid)
     timer = Timer(rank_plan.device)
     parameters.zero_grad()
+    routers = parameters.router_loss
+    if routers is None:
+        return _run_training(rank_plan, parameters, rows, valid, timer, max_norm)
+    counted, kept_rows = _count_routing(routers, rank_plan, parameters, rows, valid, timer)
+    with routers.step(counted) as loss:
+        result = _run_training(rank_plan, parameters, kept_rows, valid, timer, max_norm)
+    return replace(result, loss=result.loss + float(loss))
+
+
+def _run_training(
+    rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, timer: Timer, max_norm: float | None
+) -> StepResult:
+    """Run forward and backward of a plan."""
     with timer.measure(UNSHARD.value):
         parameters.prefetch(rank_plan.plan)
     weights = parameters.weight_gradients
@@ -103,15 +118,39 @@ def run_step(
     return run.finish(max_norm)
 
 
+def _count_routing(
+    routers: RouterLoss, rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, timer: Timer
+) -> tuple[torch.Tensor, Rows]:
+    """Run a plan forward to count where routers send its tokens, on all ranks; return the counts, and the rows read.
+
+    Readers give the rows of a round once.
+    """
+    kept, transport = {}, rank_plan.transport
+
+    def read(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        kept[context.spans] = rows(context)
+        return kept[context.spans]
+
+    with routers.counting(rank_plan.device) as counted:
+        _run_forward(rank_plan, parameters, read, valid, timer)
+        transport.all_reduce(counted, tuple(range(transport.ranks)))
+    return counted, lambda context: kept[context.spans]
+
+
 def evaluate(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> float:
-    """Return the loss of a plan's documents, without gradients. All ranks call it."""
+    """Return the loss of a plan's documents, without gradients and without that of routers. All ranks call it."""
     _check(rank_plan, parameters, valid)
+    return _run_forward(rank_plan, parameters, rows, valid, Timer(rank_plan.device)).global_loss()
+
+
+def _run_forward(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, timer: Timer) -> _Run:
+    """Run all rounds of a plan forward, without gradients."""
     parameters.prefetch(rank_plan.plan)
-    run = _Run(rank_plan, parameters, rows, valid, Timer(rank_plan.device), training=False)
+    run = _Run(rank_plan, parameters, rows, valid, timer, training=False)
     with torch.no_grad():
         run.run_actions()
     parameters.wait_prefetch()
-    return run.global_loss()
+    return run
 
 
 class _Run:

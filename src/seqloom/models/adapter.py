@@ -30,6 +30,7 @@ from seqloom.attention import AttentionSpec, prepare_attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import CHUNK, PRODUCTS, HeadGradients, Logits, summed_loss
+from seqloom.models.router_loss import RouterLoss
 from seqloom.models.split_backward import WeightGradients
 from seqloom.models.transformer import Transformer
 from seqloom.plan import LayerRange
@@ -51,7 +52,7 @@ class ModelAdapter:
         module: has all parameters, under the names that checkpoints use.
         layers: modules that are unsharded, resharded and recomputed one by one; each is called with the context.
         hidden: hidden(ids int64[tokens], context) -> [tokens, hidden] after the final norm.
-        head: has `weight` [vocabulary, hidden]; maybe that of the token embedding.
+        head: has `weight` [vocabulary, hidden], maybe that of the token embedding, and maybe a `bias` [vocabulary].
         logits: what they are of the products of hidden states and head.
         attention_specs: of the layers, each distinct one once, for `prepare`.
         embed: embed(ids int64[tokens], context) -> [tokens, hidden].
@@ -65,6 +66,7 @@ class ModelAdapter:
         tp_divisors: what a tensor degree must divide (such as "kv heads") -> how many there are.
         no_tp_reason: why no TP group can shard the model's weights; "" if one can.
         deferred: values of parameters that are on "meta"; None: the module has them.
+        router_loss: of layers with experts, which report to it; None: there is none.
     """
 
     module: nn.Module
@@ -85,6 +87,7 @@ class ModelAdapter:
     )
     deferred: DeferredParameters | None = None
     logits: Logits = PRODUCTS
+    router_loss: RouterLoss | None = None
 
     @classmethod
     def of(cls, model: Transformer) -> ModelAdapter:
@@ -96,13 +99,18 @@ class ModelAdapter:
             )
         decoder, spec = model.model, model.spec
         modules = {name: name.split(".")[-2] for name, _ in model.named_parameters()}
-        windows = dict.fromkeys(spec.windows)
+        masks = dict.fromkeys(spec.masks)
         return cls(
             model,
             tuple(decoder.layers),
             lambda ids, c: decoder(ids, c.positions, c),
             model.lm_head,
-            tuple(AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, window) for window in windows),
+            tuple(
+                AttentionSpec(
+                    spec.heads, spec.kv_heads, spec.head_dim, window, attention_chunk=chunk, causal=spec.causal
+                )
+                for window, chunk in masks
+            ),
             embed=lambda ids, c: decoder.embed(ids, c.positions),
             body=lambda x, c, first, stop: decoder.body(x, c.positions, c, first, stop),
             norm=decoder.norm,
@@ -153,9 +161,10 @@ class ModelAdapter:
         The context keeps the result; layers compute in `dtype`.
         """
         degree, inner = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
-        for heads, kv_heads, dim, window, scale, softcap in self.attention_specs:
-            options = {"window": window, "scale": scale, "softcap": softcap}
-            prepare_attention(inner, heads // degree, kv_heads // degree, dim, dtype, **options)
+        for heads, kv_heads, dim, window, scale, softcap, chunk, causal in self.attention_specs:
+            mask = {"causal": causal, "window": window, "attention_chunk": chunk}
+            sizes = (heads // degree, kv_heads // degree, dim, dtype)
+            prepare_attention(inner, *sizes, **mask, scale=scale, softcap=softcap)
 
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a range of layers; with the last layer also the final norm.
@@ -218,7 +227,8 @@ class ModelWithLoss(nn.Module):
             return states
         assert labels is not None  # rows of a part that ends are read with their labels
         weight = cast("torch.Tensor", adapter.head.weight)
-        return summed_loss(states, weight, labels, **self._options, logits=adapter.logits)
+        bias = cast("torch.Tensor | None", getattr(adapter.head, "bias", None))
+        return summed_loss(states, weight, labels, bias=bias, **self._options, logits=adapter.logits)
 
 
 @dataclass(slots=True, eq=False)

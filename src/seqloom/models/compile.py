@@ -40,7 +40,7 @@ from seqloom.dist.rows import take
 from seqloom.errors import SeqloomError
 from seqloom.models.dropout import check_rows, hide_keys
 from seqloom.models.float8 import allow_in_graphs
-from seqloom.models.layer_wrapper import LayerWrapper
+from seqloom.models.layer_wrapper import ROUTER_LOSS, LayerWrapper
 
 INDUCTOR_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """Inductor decides by the number of tokens whether the two sums in the backward of a norm become one kernel, and guards
@@ -57,6 +57,11 @@ def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") ->
         wrapper = LayerWrapper.of(layer)
         if wrapper.compiled is not None:
             raise SeqloomError(f"{type(layer).__name__} is compiled already; call compile_layers once for a layer")
+        if ROUTER_LOSS in wrapper.hooks:
+            raise SeqloomError(
+                f"{type(layer).__name__} has a router loss, which a compiled layer would leave out; set "
+                "model.compile = false, or load the model with output_router_logits=False"
+            )
         wrapper.compiled = partial(_run_compiled, _compiled_body(type(layer), backend))
 
 
@@ -179,7 +184,7 @@ def register_operator() -> None:
     """Register `torch.ops.seqloom.attention`, which `attention` calls where it is given a handle, and its backward."""
     schema = (
         "(Tensor q, Tensor k, Tensor v, Tensor context, bool causal, int? window, float? scale, float dropout, "
-        "float? softcap, Tensor? sinks=None) -> (Tensor out, Tensor saved)"
+        "float? softcap, Tensor? sinks=None, int? attention_chunk=None) -> (Tensor out, Tensor saved)"
     )
     forward = custom_op("seqloom::attention", _forward, mutates_args=(), schema=schema)
     forward.register_fake(lambda q, *_: (q.new_empty(q.shape), torch.empty(1, dtype=torch.int64)))
@@ -200,7 +205,7 @@ def register_operator() -> None:
 
     def gradients(ctx: Any, dout: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
         *found, dsinks = backward(dout, *ctx.saved_tensors)
-        return *found, *[None] * 6, None if ctx.saved_tensors[5] is None else dsinks
+        return *found, *[None] * 6, None if ctx.saved_tensors[5] is None else dsinks, None
 
     forward.register_autograd(gradients, setup_context=save)
     keys = custom_op("seqloom::token_keys", _token_keys, mutates_args=(), schema="(Tensor x, Tensor keys) -> Tensor")
@@ -225,6 +230,7 @@ def _forward(
     dropout: float,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `attention`; `context` and `saved` are opaque handles.
 
@@ -234,7 +240,7 @@ def _forward(
     bound, layer = held if isinstance(held, LayerCall) else (held, None)
     rows = given if given != 1 else min(bound.tokens, 1)
     q, k, v = (x[:rows] for x in (q, k, v))
-    options = AttentionOptions(causal, window, scale, None, dropout, softcap)
+    options = AttentionOptions(causal, window, scale, None, dropout, softcap, attention_chunk)
     groups = plan_attention(q, k, v, bound, options, layer)
     out, _, saved = attention_forward(q, k, v, bound, groups, sinks=sinks)
     return _own_memory(out, given), opaque_handle(_SavedCall.of(rows, groups, saved, bound.attention_redistribute))

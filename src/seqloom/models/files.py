@@ -54,11 +54,12 @@ def model_config(
     """
     switches = {name: True for name in ("qk_norm", "qkv_bias") if getattr(options, name)}
     family = next((name for name, on in FAMILIES.items() if on == switches), None)
-    if family is None or any(window is not None for window in spec.windows):
+    if family is None or set(spec.masks) != {(None, None)} or not spec.causal:
         if options != TransformerOptions():
             raise SeqloomError(
-                f"model {spec.name} with {options} and windows {sorted(set(map(str, spec.windows)))}: no config says "
-                "all of this, so the trained model could not be written; use full attention, or TransformerOptions()"
+                f"model {spec.name} with {options} and (window, chunk) {sorted(set(map(str, spec.masks)))}, "
+                f"causal = {spec.causal}: no config says all of this, so the trained model could not be written; use "
+                "full causal attention, or TransformerOptions()"
             )
         return asdict(spec)
     config = {

@@ -7,7 +7,7 @@ names. Whatever order behaviours are added in, they run in this one, outermost f
     2. dropout     what the call's tokens are, for dropout modules                `models.dropout.plan_dropout`
     3. compile     the body as one graph for all layers of a class                `models.compile.compile_layers`
     4. hooks       on parts of the layer, for one call: tensor parallelism,       `integrations.transformers`
-                   redistribution around the MLP
+                   redistribution around the MLP, router losses
 
 Which activations a layer drops until its backward; the last layers of a stage may drop less (`lighter_layers`):
 
@@ -41,6 +41,8 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 
 T = TypeVar("T")
+ROUTER_LOSS = "router_loss"
+"""Name of the hooks by which a layer reports to `models.router_loss`."""
 KEEP_ALL = (Checkpoint.NONE, Checkpoint.STAGE, Checkpoint.PROFILE)
 LayerHooks = Callable[[nn.Module, Context], AbstractContextManager[object] | None]
 """Puts hooks on parts of a layer for one call with a context, removed at the exit; None: this call needs none."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from seqloom.errors import SeqloomError
 
@@ -22,33 +23,33 @@ CHUNK = 2048
 
 
 class HeadGradients:
-    """The sum of the head's gradients of all rounds of a step that wait for their backward.
+    """The sums of the head's gradients, weight and bias, of all rounds of a step that wait for their backward.
 
     Each would be as large as the head, and where a document is in pieces, all of them wait at once. A forward adds its
-    round's gradient to the sum, and the next backward takes all of it: the rounds of a step have the same scale.
+    round's gradients to the sums, and the next backward takes all of them: the rounds of a step have the same scale.
     """
 
     def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
+        self._sums: dict[str, torch.Tensor] = {}
 
-    def buffer(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum, to be added to; it has the shape of the weight."""
-        if self._sum is None:
-            self._sum = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        return self._sum
+    def buffer(self, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sum for "weight" or "bias", to be added to; it has the shape of this parameter."""
+        if name not in self._sums:
+            self._sums[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        return self._sums[name]
 
-    def take(self) -> torch.Tensor | None:
-        """Return the sum, if any, and start anew."""
-        total, self._sum = self._sum, None
-        return total
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the sums, if any, by name, and start anew."""
+        sums, self._sums = self._sums, {}
+        return sums
 
     def clear(self) -> None:
-        """Drop the sum, as after a failed step."""
-        self._sum = None
+        """Drop the sums, as after a failed step."""
+        self._sums = {}
 
 
 class Logits(NamedTuple):
-    """What a model makes of the products of hidden states and head: cap * tanh(scale * product / cap).
+    """What a model makes of the products of hidden states and head, bias added: cap * tanh(scale * product / cap).
 
     Attributes:
         scale: of the products.
@@ -79,6 +80,7 @@ def summed_loss(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     chunk: int = CHUNK,
     head_gradients: HeadGradients | None = None,
     logits: Logits = PRODUCTS,
@@ -91,13 +93,15 @@ def summed_loss(
         hidden: [tokens, hidden], after the final norm.
         weight: [vocabulary, hidden] of the head, unsharded; the token embedding where the head is tied to it.
         labels: int64[tokens], shifted already; `IGNORED` where the loss does not count.
+        bias: [vocabulary] of the head; None: it has none.
         chunk: tokens whose logits exist at once.
-        head_gradients: sums the weight's gradient with those of other calls until backward; None: a sum of its own.
+        head_gradients: sums the head's gradients with those of other calls until backward; None: sums of its own.
         logits: what they are of the products of hidden states and head.
     """
-    _check(hidden, weight, labels, chunk)
-    needs = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
-    return _SummedLoss.apply(hidden, weight, labels, chunk, needs or (False, False), head_gradients, logits)
+    _check(hidden, weight, bias, labels, chunk)
+    given = (hidden, weight, bias)
+    needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in given)
+    return _SummedLoss.apply(*given, labels, chunk, needs, head_gradients, logits)
 
 
 def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -106,16 +110,17 @@ def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The autograd node of a loss. Forward computes the gradients too; `needs` says which (hidden, weight)."""
+    """The autograd node of a loss. Forward computes the gradients too; `needs` says which (hidden, weight, bias)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         labels: torch.Tensor,
         chunk: int,
-        needs: tuple[bool, bool],
+        needs: tuple[bool, ...],
         head_gradients: HeadGradients | None,
         made: Logits,
     ) -> torch.Tensor:
@@ -123,10 +128,12 @@ class _SummedLoss(torch.autograd.Function):
         token_losses = _losses_function(hidden.device, wide)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         dhidden = torch.empty_like(hidden) if needs[0] else None
-        dweight = (head_gradients or HeadGradients()).buffer(weight, wide) if needs[1] else None
+        sums = head_gradients or HeadGradients()
+        dweight = sums.buffer("weight", weight, wide) if needs[1] else None
+        dbias = sums.buffer("bias", bias, wide) if bias is not None and needs[2] else None
         for start in range(0, len(hidden), chunk):
             rows = hidden[start : start + chunk]
-            logits, slope = made.apply(rows @ weight.T, needs_slope=any(needs))
+            logits, slope = made.apply(linear(rows, weight, bias), needs_slope=any(needs))
             total += token_losses(logits, labels[start : start + chunk], IGNORED, any(needs)).sum()
             if slope is not None:  # the logits are their own gradient now
                 logits.mul_(slope)
@@ -134,20 +141,23 @@ class _SummedLoss(torch.autograd.Function):
                 torch.mm(logits, weight, out=dhidden[start : start + chunk])
             if dweight is not None:
                 dweight += logits.T @ rows
-        own = dweight.to(weight.dtype) if dweight is not None and head_gradients is None else None
-        ctx.save_for_backward(dhidden, own)
-        ctx.head_gradients, ctx.dtype = head_gradients if needs[1] else None, weight.dtype
+            if dbias is not None:
+                dbias += logits.sum(0, dtype=wide)
+        own = (None, None) if head_gradients is not None else (dweight, dbias)
+        ctx.save_for_backward(dhidden, *(None if each is None else each.to(weight.dtype) for each in own))
+        ctx.head_gradients, ctx.dtype = head_gradients if any(needs[1:]) else None, weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        scale, (dhidden, dweight) = grad_outputs[0], ctx.saved_tensors
+        scale, (dhidden, *head) = grad_outputs[0], ctx.saved_tensors
         if ctx.head_gradients is not None:
-            dweight = ctx.head_gradients.take()
+            sums = ctx.head_gradients.take()
+            head = [sums.get("weight"), sums.get("bias")]
         return (
             None if dhidden is None else dhidden * scale,
-            None if dweight is None else (dweight * scale).to(ctx.dtype),
+            *(None if each is None else (each * scale).to(ctx.dtype) for each in head),
             *[None] * 5,
         )
 
@@ -183,7 +193,9 @@ def _losses_function(device: torch.device, wide: torch.dtype) -> Callable[..., t
     return plain_losses
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> None:
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, chunk: int
+) -> None:
     shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, labels {list(labels.shape)}"
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or labels.shape != hidden.shape[:1]:
         raise SeqloomError(
@@ -198,6 +210,12 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chu
     if not hidden.device == weight.device == labels.device:
         raise SeqloomError(
             f"hidden on {hidden.device}, weight on {weight.device}, labels on {labels.device}; move them to one device"
+        )
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (weight.shape[:1], weight.dtype, weight.device):
+        raise SeqloomError(
+            f"bias {list(bias.shape)} of {bias.dtype} on {bias.device} for a head of weight {list(weight.shape)} of "
+            f"{weight.dtype} on {weight.device}: a bias has a number for every token of the vocabulary, in the "
+            "weight's dtype and place; convert it"
         )
     if chunk < 1:
         raise SeqloomError(f"chunks of {chunk} tokens: a chunk has at least 1; {CHUNK} is a good choice on a GPU")

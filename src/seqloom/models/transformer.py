@@ -203,7 +203,9 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, options: TransformerOptions, layer: int, **factory: Any) -> None:
         super().__init__()
         self.layer_idx = layer
-        self.heads, self.dim, self.window = spec.heads, spec.head_dim, spec.windows[layer]
+        self.heads, self.dim = spec.heads, spec.head_dim
+        self.window, self.attention_chunk = spec.masks[layer]
+        self.causal = spec.causal
         queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, options.qkv_bias
         self.q_proj = nn.Linear(spec.hidden, queries, bias=bias, **factory)
         self.k_proj = nn.Linear(spec.hidden, keys, bias=bias, **factory)
@@ -220,8 +222,8 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.dim))
         q, k = rotate(q, table), rotate(k, table)
-        inner, scale = attention_context(context), self.dim**-0.5
-        mixed = attention(q, k, v, inner, causal=True, window=self.window, scale=scale, layer=self.layer_idx)
+        inner, mask = attention_context(context), {"window": self.window, "attention_chunk": self.attention_chunk}
+        mixed = attention(q, k, v, inner, causal=self.causal, **mask, scale=self.dim**-0.5, layer=self.layer_idx)
         return reduce_scatter_rows(self.o_proj(mixed.flatten(1)), context)
 
 
@@ -313,7 +315,7 @@ class Transformer(nn.Module):
         """Make the model and draw its parameters.
 
         Args:
-            spec: shapes, and the window of every layer.
+            spec: shapes, and the mask of every layer.
             options: constants and switches that a spec does not have; those of Llama by default.
             seed: the same seed gives the same parameters, whatever the ranks, the device and the rest of the model.
             dtype: of all parameters and activations; norms, angles and sums inside attention are float32 or wider.

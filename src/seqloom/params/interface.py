@@ -17,6 +17,7 @@ from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.loss import CHUNK, HeadGradients
+from seqloom.models.router_loss import RouterLoss
 from seqloom.models.split_backward import WeightGradients
 from seqloom.plan import LayerRange, Plan, Sharding
 
@@ -57,6 +58,11 @@ class Parameters(ABC):
     def weight_gradients(self) -> WeightGradients:
         """Weight gradients that wait between the two halves of a split backward."""
         return self._adapter.weight_gradients
+
+    @property
+    def router_loss(self) -> RouterLoss | None:
+        """The loss of the model's routers, if it has one."""
+        return self._adapter.router_loss
 
     def empty_hidden_states(self, tokens: int) -> torch.Tensor:
         """Allocate hidden states, [tokens, hidden], in the dtype that layers compute in."""

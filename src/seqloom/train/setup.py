@@ -79,6 +79,11 @@ class RunSetup:
             describe: returns the shapes of the model; None: they follow from its spec or its config.json.
         """
         spec = (describe or load_model_spec)(config)
+        if not spec.causal:
+            raise SeqloomError(
+                f"model {spec.name} is not causal: labels of a run are the next tokens, and its tokens see those; use "
+                "a causal model, or train this one in a loop of your own, with a label for what each position hides"
+            )
         source = open_documents(config.data.source, config, spec)
         cost = make_cost_model(config, spec, ranks, int(source.lengths.max()))
         sampler = make_sampler(config, source, cost)

@@ -52,6 +52,11 @@ def test_sinks(sinks):
     assert_refused(with_options(sinks=sinks), f"sinks {tuple(sinks.shape)} of {sinks.dtype}", "each of the 4 heads")
 
 
+@pytest.mark.parametrize("chunk", [0, -3, 2.5])
+def test_attention_chunks(chunk):
+    assert_refused(with_options(attention_chunk=chunk), f"attention_chunk {chunk}", "from 1 up", "leave it out")
+
+
 @pytest.mark.parametrize("window, causal", [(0, True), (-3, True), (2.5, True), (4, False)])
 def test_windows(window, causal):
     assert_refused(with_options(window=window, causal=causal), f"window {window}", f"causal={causal}", "leave it out")

@@ -20,8 +20,12 @@ def group_of(lengths, ring):
     return Group(tuple(range(ring)), 1, ring, tuple(reversed(spans)))
 
 
+def chunks_of(lengths, ring, attention_chunk=None):
+    return [ZigzagChunks.of(group_of(lengths, ring), index, attention_chunk) for index in range(ring)]
+
+
 def tokens_of(chunks):
-    """(document, position) of every row of an index, from the columns."""
+    """(document, position) of every row of an index, from the columns; an attention chunk is a document."""
     rows = {}
     for half in (0, 1):
         for document, (start, stop, row) in enumerate(
@@ -47,12 +51,16 @@ def pairs(tiles, queries, keys):
     return found
 
 
-def expected_pairs(lengths, queries, causal, window):
-    """Every pair that the mask shows to these queries."""
+def expected_pairs(lengths, queries, causal, window, attention_chunk=None):
+    """Every pair that the mask shows to these queries; attention chunks are numbered through all documents."""
+    size = attention_chunk or max(lengths)
+    numbered = [(document, start) for document, length in enumerate(lengths) for start in range(0, length, size)]
     found = set()
-    for document, position in queries:
-        keys = torch.nonzero(visible(lengths[document], causal, window)[position]).flatten().tolist()
-        found |= {((document, position), (document, key)) for key in keys}
+    for number, position in queries:
+        document, start = numbered[number]
+        assert start <= position < start + size
+        keys = torch.nonzero(visible(lengths[document], causal, window, attention_chunk)[position]).flatten().tolist()
+        found |= {((number, position), (number, key)) for key in keys}
     return found
 
 
@@ -68,11 +76,24 @@ def test_chunks_are_the_spans_of_the_plan(lengths, ring):
         assert tokens_of(chunks.merged()) == expected
 
 
-@pytest.mark.parametrize("ring", [2, 3, 5])
-@pytest.mark.parametrize("causal, window", MASKS)
+@pytest.mark.parametrize("attention_chunk", [1, 4, 7, 24, 100])
 @pytest.mark.parametrize("lengths", PACKS)
-def test_steps_of_a_ring_compute_every_visible_pair_once(lengths, causal, window, ring):
-    chunks = [ZigzagChunks.of(group_of(lengths, ring), index) for index in range(ring)]
+def test_attention_chunks_keep_the_order_of_rows(lengths, attention_chunk):
+    for index, chunks in enumerate(chunks_of(lengths, 3, attention_chunk)):
+        spans = sorted(group_of(lengths, 3).ring_spans(index))
+        assert [position for _, position in tokens_of(chunks)] == [
+            position for span in spans for position in range(span.start, span.stop)
+        ]
+
+
+CHUNKED = [(*mask, None) for mask in MASKS] + [(*MASKS[k], chunk) for k in (0, 1, 4) for chunk in (1, 4, 24)]
+
+
+@pytest.mark.parametrize("ring", [2, 3, 5])
+@pytest.mark.parametrize("causal, window, attention_chunk", CHUNKED)
+@pytest.mark.parametrize("lengths", PACKS)
+def test_steps_of_a_ring_compute_every_visible_pair_once(lengths, causal, window, attention_chunk, ring):
+    chunks = chunks_of(lengths, ring, attention_chunk)
     for own in chunks:
         found = []
         for other in chunks:
@@ -81,14 +102,14 @@ def test_steps_of_a_ring_compute_every_visible_pair_once(lengths, causal, window
             if other is own and own.rows:
                 assert tiles[0].queries == tiles[0].keys == slice(0, own.rows), "accumulators start from the first tile"
         assert len(found) == len(set(found))
-        assert set(found) == expected_pairs(lengths, tokens_of(own), causal, window)
+        assert set(found) == expected_pairs(lengths, tokens_of(own), causal, window, attention_chunk)
 
 
 @pytest.mark.parametrize("ring", [2, 3, 5])
-@pytest.mark.parametrize("causal, window", MASKS)
+@pytest.mark.parametrize("causal, window, attention_chunk", CHUNKED)
 @pytest.mark.parametrize("lengths", PACKS)
-def test_a_gather_fetches_what_is_visible_and_computes_it_once(lengths, causal, window, ring):
-    chunks = [ZigzagChunks.of(group_of(lengths, ring), index) for index in range(ring)]
+def test_a_gather_fetches_what_is_visible_and_computes_it_once(lengths, causal, window, attention_chunk, ring):
+    chunks = chunks_of(lengths, ring, attention_chunk)
     schedules = [gather_schedule(chunks, index, CPU, causal=causal, window=window) for index in range(ring)]
     for index, schedule in enumerate(schedules):
         arrived = []
@@ -97,7 +118,7 @@ def test_a_gather_fetches_what_is_visible_and_computes_it_once(lengths, causal, 
             assert len(rows) == schedule.counts[source]
             arrived += [tokens_of(chunks[source])[row] for row in rows]
         keys = arrived if schedule.order is None else [arrived[row] for row in schedule.order]
-        expected = expected_pairs(lengths, tokens_of(chunks[index]), causal, window)
+        expected = expected_pairs(lengths, tokens_of(chunks[index]), causal, window, attention_chunk)
         assert keys == sorted({key for _, key in expected}), "exactly the visible keys, sorted"
         found = pairs(schedule.tiles, tokens_of(chunks[index]), keys)
         assert len(found) == len(set(found))
@@ -137,6 +158,14 @@ def test_a_window_skips_steps_and_fetches_neighbours_only():
     schedule = gather_schedule(chunks, 1, CPU, causal=True, window=4)  # chunks 1 and 6, behind chunks 0 and 5
     assert schedule.counts == (3, 16, 3, 0)
     assert len(schedule.tiles) == 1, "no key is seen by both chunks"
+
+
+def test_an_attention_chunk_lies_on_few_indices():
+    """One document of 64 in 8 chunks of 8, in attention chunks of 16: each is two chunks that follow each other."""
+    chunks = chunks_of((64,), 4, 16)
+    busy = [[bool(ring_tiles(own, other, causal=True, window=None)) for other in chunks] for own in chunks]
+    assert busy == [[own // 2 == other // 2 for other in range(4)] for own in range(4)]
+    assert gather_schedule(chunks, 1, CPU, causal=True, window=None).counts == (8, 16, 0, 0)
 
 
 @pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])

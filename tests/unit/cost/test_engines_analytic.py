@@ -7,7 +7,7 @@ import pytest
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.communication import Communication, GroupTraffic, MessageCounts, group_traffic
-from seqloom.cost.compute import LengthCurve, causal_area
+from seqloom.cost.compute import LengthCurve, causal_area, forward_flops
 from seqloom.cost.profile import Curve, Profile
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
@@ -201,6 +201,32 @@ def test_windows_cap_the_area():
     area, width = causal_area(lengths, 10)
     assert area.tolist() == [0, 50, 950] and width.tolist() == [1, 10, 20]
     assert causal_area(lengths, None)[0].tolist() == [0, 50, 5000]
+
+
+def test_a_document_in_attention_chunks_is_priced_as_so_many_documents():
+    lengths = np.array([0.0, 10.0, 100.0, 104.0])
+    area, width = causal_area(lengths, None, 10)
+    assert area.tolist() == [0, 50, 500, 508] and width.tolist() == [1, 10, 10, 10]
+    assert causal_area(lengths, 4, 10)[0].tolist() == [0, 32, 320, 328]
+    cluster, full = Cluster.parse("1x8xH200"), ModelSpec.load("llama3-8b")
+    chunked = replace(full, attention_chunks=(8192, 8192, 8192, None) * 8)
+    one, eight = (Group((0,), 1, 1, tuple(Span(k, 0, n) for k in range(65536 // n))) for n in (65536, 8192))
+    prices = [
+        CostModel(cluster, spec).group_cost(group, FULL).attention for spec in (full, chunked) for group in (one, eight)
+    ]
+    assert prices[2] == pytest.approx(prices[0] / 4 + prices[1] * 3 / 4, rel=1e-6)
+    assert prices[3] == prices[1]
+
+
+def test_bidirectional_documents_are_full_squares():
+    causal = ModelSpec.load("llama3-8b")
+    both = replace(causal, causal=False)
+    lengths = np.array([100, 4000])
+    attention = [forward_flops(lengths, spec) - 2.0 * spec.matmul_parameters * lengths for spec in (causal, both)]
+    assert attention[1].tolist() == (2 * attention[0]).tolist()
+    group = Group((0,), 1, 1, (Span(0, 0, 65536),))
+    one, two = (CostModel(Cluster.parse("1x8xH200"), spec).group_cost(group, FULL).attention for spec in (causal, both))
+    assert 1.5 * one < two < 2.5 * one  # tiles without a mask run faster than causal squares
 
 
 def test_curve_keeps_flat_throughput():

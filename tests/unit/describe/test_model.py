@@ -89,10 +89,19 @@ def test_windows():
     assert spec(windows=(16, 16, 16, None)).windows[0] == 16
 
 
+def test_attention_chunks():
+    assert spec().masks == ((None, None),) * 4
+    chunked = spec(windows=(None, 4, None, 4), attention_chunks=(8, 8, None, None))
+    assert chunked.masks == ((None, 8), (4, 8), (None, None), (4, None))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"layers": 0}, "layers = 0; it must be at least 1"),
+        ({"causal": False, "windows": (4, None, None, None)}, "windows = .*; it holds None alone where causal = False"),
+        ({"attention_chunks": (8,)}, "attention_chunks = .8,.; it is empty, or holds None .* for all 4 layers"),
+        ({"attention_chunks": (8, 0, 8, 8)}, "attention_chunks = .* at least 1 token"),
         ({"kv_heads": 3}, "kv_heads = 3; it must divide the 8 query heads"),
         ({"ffn": 0}, "ffn = 0"),
         ({"windows": (1, 2)}, "needs one entry for each of 4 layers"),

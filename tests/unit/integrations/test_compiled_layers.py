@@ -13,7 +13,7 @@ from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
-from support.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
+from support.tiny_models import SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
 torch.set_num_threads(1)
@@ -59,6 +59,33 @@ def test_gradients_are_those_of_plain_transformers_and_fresh_lengths_compile_not
         assert not any(each.any() for each in gradients(model).values())
         assert counters["stats"]["unique_graphs"] == 2 * graphs
     assert not counters["graph_break"] and list(model.state_dict()) == list(plain.state_dict())
+
+
+def llama4(**keys):
+    sizes = {**SIZES, "head_dim": 4, "attention_chunk_size": 6, "no_rope_layers": [1, 0], "moe_layers": []}
+    config = hf.Llama4TextConfig(**sizes, intermediate_size_mlp=24, pad_token_id=0, **keys)
+    return randomised(hf.Llama4ForCausalLM(config), 0).double().train()
+
+
+@pytest.mark.slow
+def test_chunked_attention():
+    plain, model = (llama4(attn_temperature_tuning=False) for _ in range(2))
+    own = compiled(model)
+    for lengths in ([5, 3], [16], [9, 1, 20]):
+        ids = documents(lengths)
+        plain.zero_grad(), model.zero_grad()
+        one_by_one(plain, ids)
+        labels = torch.cat([targets(each) for each in ids])
+        ModelWithLoss(own)(torch.cat(ids), labels, round_of(lengths)).backward()
+        for wanted, found in zip(gradients(plain).values(), gradients(model).values(), strict=True):
+            assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm()), lengths  # RoPE is float32
+        assert counters["stats"]["unique_graphs"] == 2, "with chunks and without"
+
+
+@pytest.mark.slow
+def test_queries_that_are_scaled_by_their_rows_are_refused():
+    with pytest.raises(SeqloomError, match=r"scales queries by their rows .* model.compile = false"):
+        compiled(llama4()).hidden(torch.cat(documents([5, 3])), round_of([5, 3]))
 
 
 @pytest.mark.slow  # test_transformers.py refuses it without a compiler

@@ -9,7 +9,7 @@ from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.integrations.transformers.parts import StageSplitError, split_decoder
-from seqloom.models.adapter import ModelWithLoss
+from seqloom.models.adapter import ModelWithLoss, meta_parameters
 from seqloom.params.placement import parameters_of_stages
 from seqloom.plan import LayerRange
 from support.tiny_models import MODELS, SIZES, VOCABULARY, gradients, randomised, tiny_model
@@ -48,6 +48,15 @@ def test_parts_in_turn_are_the_whole(name, tokens):
     found.backward()
     expected = gradients(models[0])
     assert all(torch.equal(each, expected[key]) for key, each in gradients(models[1]).items())
+
+
+def test_a_decoder_that_moves_ids_to_its_embedding_is_traced_before_it_has_values():
+    import transformers
+
+    sizes = {**SIZES, "num_hidden_layers": LAYERS, "head_dim": 4, "intermediate_size_mlp": 24, "pad_token_id": 0}
+    with meta_parameters():
+        model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, moe_layers=[]))
+    assert model_adapter(attach(model)).single_stage_reason == ""
 
 
 def test_parameters_belong_to_parts():

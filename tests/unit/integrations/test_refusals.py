@@ -62,6 +62,7 @@ def rope(kind, **keys):
     return {"rope_type": kind, "rope_theta": 1e4, **keys}
 
 
+JETMOE = {"kv_channels": 4, "activation_function": "silu", "aux_loss_coef": 0.1, "num_key_value_heads": 2}
 BLOOM = {"vocab_size": 29, "hidden_size": 16, "n_layer": 1, "n_head": 2}
 T5 = {"vocab_size": 29, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 CASES = {
@@ -70,18 +71,18 @@ CASES = {
     "encoder-decoder": [lambda: on_meta("T5ForConditionalGeneration", **T5)],
     "several modalities": [llava],
     "cross attention": [lambda: on_meta("GPT2LMHeadModel", **GPT2, **QUIET, add_cross_attention=True)],
-    "bidirectional attention": [
+    "bidirectional sliding windows": [
         lambda: on_meta("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA, use_bidirectional_attention=True),
-        lambda: on_meta("LlamaForCausalLM", **SIZES, is_causal=False),
-        lambda: on_meta("BertLMHeadModel", **SIZES),
+        lambda: on_meta("MistralForCausalLM", **SIZES, sliding_window=4, is_causal=False),
+        lambda: on_meta("ModernBertForMaskedLM", **SIZES, pad_token_id=0),
     ],
     "linear attention, convolution or state space": [
         lambda: on_meta("Lfm2ForCausalLM", **SIZES, layer_types=["conv", "full_attention"]),
         lambda: on_meta("MambaForCausalLM", vocab_size=29, hidden_size=16, state_size=4, num_hidden_layers=1),
         lambda: on_meta("MiniMaxForCausalLM", **SIZES, layer_types=["linear_attention", "full_attention"]),
     ],
-    "sparse or chunked attention": [
-        lambda: on_meta("Llama4ForCausalLM", "Llama4TextConfig", **SIZES),
+    "sparse attention": [
+        lambda: on_meta("LlamaForCausalLM", **SIZES, layer_types=["full_attention", "compressed_sparse_attention"]),
         lambda: on_meta("DeepseekV32ForCausalLM", **{**SIZES, **MOE, **LATENT, "v_head_dim": 8}),
     ],
     "positions that cannot be given": [lambda: on_meta("BloomForCausalLM", **BLOOM)],
@@ -104,9 +105,10 @@ CASES = {
     "LoRA dropout outside of layers": [lambda: lora(lora_dropout=0.1, target_modules=["q_proj", "lm_head"])],
     "virtual tokens": [prompt],
     "router noise": [lambda: tiny_model("mixtral", router_jitter_noise=0.1)],
-    "router loss": [lambda: tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.001)],
+    "another router loss than Mixtral's": [
+        lambda: on_meta("JetMoeForCausalLM", **{**SIZES, **MOE, **JETMOE}, output_router_logits=True),
+    ],
     "logits altered after the head": [
-        lambda: on_meta("PhiForCausalLM", **SIZES),
         lambda: on_meta("BertLMHeadModel", **SIZES, is_decoder=True),
         lambda: lora(target_modules=["q_proj", "lm_head"]),
     ],
@@ -191,13 +193,12 @@ def test_dropout_in_layers_is_not_refused():
 
 
 def test_all_reasons_are_listed_at_once():
-    active = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
-    model = tiny_model("mixtral", **active, attention_dropout=0.1)
+    model = tiny_model("mixtral", router_jitter_noise=0.02, attention_dropout=0.1)
     with pytest.raises(SeqloomError) as error:
         check(model)
     found = re.findall(r"^  - (.+?) \(", str(error.value), re.MULTILINE)
-    assert found == ["attention dropout", "router loss"]
-    assert "attention_dropout = 0.1" in str(error.value) and "router_aux_loss_coef = 0.02" in str(error.value)
+    assert found == ["attention dropout", "router noise"]
+    assert "attention_dropout = 0.1" in str(error.value) and "jitter_noise = 0.02" in str(error.value)
 
 
 def test_a_dropout_that_is_off_counts_since_training_turns_it_on():

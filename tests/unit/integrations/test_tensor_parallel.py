@@ -71,7 +71,7 @@ def assert_same(
         assert float((found[name] - wanted).norm()) <= tolerance * max(float(wanted.norm()), 1e-3), name
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen3", "qwen2-windows", "granite"])
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3", "qwen2-windows", "granite", "phi"])
 def test_gradients_are_those_of_plain_transformers(name):
     assert_same(tiny_model(name), 2, 4, [[Group((0, 1, 2, 3), 4, 1, SPANS)]])
 

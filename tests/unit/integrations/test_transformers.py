@@ -54,14 +54,14 @@ def test_the_call_spelt_out(model, ids, context):
     assert torch.equal(named, model(**inputs(ids, context.positions, context)).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "phi"])
 def test_hidden_states_and_head_give_the_logits(name, ids, context):
     model = attach(tiny_model(name))
-    weight, tied, logits = head(model)
-    assert logits == PRODUCTS
+    weight, tied, logits, bias = head(model)
+    assert logits == PRODUCTS and (bias is not None) == (name == "phi")
     assert tied == (name == "llama-tied")
     assert weight is model.lm_head.weight and (weight is model.model.embed_tokens.weight) == tied
-    logits = hidden_states(model, ids, context.positions, context) @ weight.T
+    logits = torch.nn.functional.linear(hidden_states(model, ids, context.positions, context), weight, bias)
     assert torch.allclose(logits, model(**inputs(ids, context.positions, context)).logits[0], rtol=1e-12)
 
 

@@ -105,9 +105,11 @@ def _turn(x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
 
 
-def _visible(length: int, window: int | None) -> torch.Tensor:
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    return (distance >= 0) & (distance < (window or length + 1))
+def _visible(length: int, window: int | None, chunk: int | None, causal: bool) -> torch.Tensor:
+    position = torch.arange(length)
+    distance = position[:, None] - position
+    same = position[:, None] // (chunk or length) == position // (chunk or length)
+    return ((distance >= 0) | (not causal)) & (distance < (window or length + 1)) & same
 
 
 def plain_document(
@@ -117,7 +119,7 @@ def plain_document(
     speeds = [options.rope.theta ** (-2 * i / spec.head_dim) for i in range(spec.head_dim // 2)]
     frequencies = torch.tensor(speeds, dtype=torch.float64)
     x = p["model.embed_tokens.weight"][ids]
-    for layer, window in enumerate(spec.windows):
+    for layer, mask in enumerate(spec.masks):
         name = f"model.layers.{layer}."
         y = _norm(x, p[name + "input_layernorm.weight"], options.eps)
         heads = []
@@ -130,7 +132,7 @@ def plain_document(
             k = _norm(k, p[name + "self_attn.k_norm.weight"], options.eps)
         q, k = _turn(q, frequencies), _turn(k, frequencies)
         q, k, v = (h.repeat_interleave(spec.heads // h.shape[1], dim=1).transpose(0, 1) for h in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=_visible(len(x), window))
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=_visible(len(x), *mask, spec.causal))
         x = x + out.transpose(0, 1).reshape(len(x), -1) @ p[name + "self_attn.o_proj.weight"].T
         y = _norm(x, p[name + "post_attention_layernorm.weight"], options.eps)
         gate, up, down = (p[f"{name}mlp.{which}_proj.weight"] for which in ("gate", "up", "down"))

@@ -24,8 +24,9 @@ def inputs(tokens=37, vocabulary=19, dtype=torch.float64, ignored=0.3):
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
 
 
-def plain(hidden, weight, labels):
-    return cross_entropy(hidden @ weight.T, labels, reduction="sum", ignore_index=IGNORED)
+def plain(hidden, weight, labels, bias=None):
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
 
 def relative(got, wanted):
@@ -140,35 +141,68 @@ def test_gradients_of_the_head_wait_together_for_the_next_backward():
     """Three calls, two of them open when the first goes backward: one tensor waits, and the sums are the same."""
     head_gradients, exact = HeadGradients(), []
     _, weight, _ = inputs()
-    shared = weight.detach().clone().requires_grad_()
+    bias = torch.linspace(-1, 1, 19, dtype=torch.float64, requires_grad=True)
+    shared, shared_bias = (each.detach().clone().requires_grad_() for each in (weight, bias))
     losses = []
     for tokens in (20, 37, 5):
         hidden, _, labels = inputs(tokens=tokens)
-        exact.append(plain(hidden, weight, labels))
-        losses.append(summed_loss(hidden, shared, labels, chunk=7, head_gradients=head_gradients))
+        exact.append(plain(hidden, weight, labels, bias))
+        options = {"bias": shared_bias, "head_gradients": head_gradients}
+        losses.append(summed_loss(hidden, shared, labels, chunk=7, **options))
         saved = [each for each in losses[-1].grad_fn.saved_tensors if each is not None]
         assert [each.shape for each in saved] == [hidden.shape], "nothing as large as the head"
     for loss in reversed(losses):
         (loss / 11).backward()
-        assert head_gradients.take() is None
+        assert not head_gradients.take()
     (sum(exact) / 11).backward()
-    assert relative(shared.grad, weight.grad) < 1e-13
+    assert relative(shared.grad, weight.grad) < 1e-13 and relative(shared_bias.grad, bias.grad) < 1e-13
     summed_loss(hidden, shared, labels, head_gradients=head_gradients)
     head_gradients.clear()
-    assert head_gradients.take() is None
+    assert not head_gradients.take()
 
 
-@pytest.mark.parametrize("made", [Logits(0.3), Logits(1.0, 2.0), Logits(1.7, 0.5)], ids=str)
+@pytest.mark.parametrize("made", [Logits(), Logits(0.3), Logits(1.0, 2.0), Logits(1.7, 0.5)], ids=str)
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_logits_that_a_model_scales_or_caps(made, chunk):
+def test_logits_that_a_model_biases_scales_or_caps(made, chunk):
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=draw, dtype=torch.float64, requires_grad=True) for n in (10, 13))
+    bias = torch.randn(13, generator=draw, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(13, (10,), generator=draw)
     labels[4] = -100
-    products = hidden @ weight.T * made.scale
+    products = (hidden @ weight.T + bias) * made.scale
     logits = products if made.cap is None else made.cap * torch.tanh(products / made.cap)
     wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
-    loss = summed_loss(hidden, weight, labels, chunk=chunk, logits=made)
+    loss = summed_loss(hidden, weight, labels, bias=bias, chunk=chunk, logits=made)
     assert torch.allclose(loss, wanted, rtol=1e-13)
-    for found, truth in zip(*(torch.autograd.grad(each, (hidden, weight)) for each in (loss, wanted)), strict=True):
+    given = (hidden, weight, bias)
+    for found, truth in zip(*(torch.autograd.grad(each, given) for each in (loss, wanted)), strict=True):
         assert torch.allclose(found, truth, rtol=1e-11, atol=1e-13)
+
+
+def test_a_bias_in_half_precision_is_summed_in_float32():
+    hidden, weight, labels = inputs(tokens=3000, dtype=torch.bfloat16)
+    bias = torch.randn(19, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    summed_loss(hidden, weight, labels, bias=bias, chunk=64).backward()
+    plain(*exact[:2], labels, exact[2]).backward()
+    assert bias.grad.dtype == torch.bfloat16 and relative(bias.grad, exact[2].grad) < 0.01
+
+
+def test_a_bias_alone_may_learn():
+    hidden, weight, labels = inputs()
+    bias = torch.ones(19, dtype=torch.float64, requires_grad=True)
+    other = bias.detach().clone().requires_grad_()
+    sums = HeadGradients()
+    for options in ({}, {"head_gradients": sums}):
+        bias.grad = None
+        summed_loss(hidden.detach(), weight.detach(), labels, bias=bias, **options).backward()
+        other.grad = None
+        plain(hidden.detach(), weight.detach(), labels, other).backward()
+        assert relative(bias.grad, other.grad) < 1e-13
+    assert not sums.take()
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(8).double(), torch.zeros(19), torch.zeros(19, 1).double()])
+def test_a_bias_is_a_number_for_every_token_of_the_vocabulary(bias):
+    with pytest.raises(SeqloomError, match="a number for every token of the vocabulary"):
+        summed_loss(*inputs(), bias=bias)

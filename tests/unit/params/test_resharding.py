@@ -343,12 +343,12 @@ def test_models_without_a_free_layout_are_refused():
         ReshardingParameters(scalar, SingleRankTransport())
 
 
-@pytest.mark.parametrize("shapes", [TP_GROUPS, (Shape(1, 2, 2),)])
-def test_models_of_transformers(threads, shapes):
+@pytest.mark.parametrize(("name", "shapes"), [("qwen3", TP_GROUPS), ("qwen3", (Shape(1, 2, 2),)), ("phi", TP_GROUPS)])
+def test_models_of_transformers(threads, name, shapes):
     from seqloom.integrations.transformers import attach
     from seqloom.integrations.transformers import model_adapter as described
 
-    made = [described(attach(tiny_model("qwen3", num_hidden_layers=3))) for _ in range(5)]
+    made = [described(attach(tiny_model(name, num_hidden_layers=3))) for _ in range(5)]
     context = bind_single_rank(STEP.lengths)
     loss = ModelWithLoss(made[4])(*STEP.rows()(context), context) / STEP.valid
     loss.backward()

@@ -1,11 +1,14 @@
 """The lower bound against the optimum: never above it, and near it."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 from brute_force import shortest_step
 
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
@@ -103,3 +106,13 @@ def test_a_way_to_reduce_that_does_not_hold_the_batch_is_left_out():
     cost = roomy_cost_model("1x4xH100", "qwen3-4b", None, "full", 1)
     lengths = np.array([4 * max(cost.capacity(policy) for policy in cost.policies)])
     assert 0 < lower_bound(lengths, cost) <= cost.plan_ns(make_plan("flex", lengths, cost))
+
+
+@pytest.mark.parametrize("mask", [{"attention_chunks": (8192, 8192, 8192, None) * 8}, {"causal": False}])
+def test_it_holds_whatever_tokens_see(mask):
+    cost = CostModel(Cluster.parse("1x8xH200"), replace(ModelSpec.load("llama3-8b"), **mask))
+    lengths = np.array([100_000, 30_000, 8_000, *[1_000] * 60, *[300] * 100])
+    bound = lower_bound(lengths, cost)
+    for planner in ("flex", "zones"):
+        found = cost.plan_ns(make_plan(planner, lengths, cost))
+        assert 0.8 * found < bound <= found

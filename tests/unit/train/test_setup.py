@@ -347,6 +347,16 @@ def test_a_document_longer_than_a_table_of_positions_is_refused(tmp_path, positi
         inspect_run(huggingface_config(tmp_path, GPT2 | {"n_positions": 200}, *cut), 4)
 
 
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 257}
+
+
+def test_a_bidirectional_model_sees_the_labels_of_a_run(tmp_path):
+    content = LLAMA | {"num_attention_heads": 4, "tie_word_embeddings": False}
+    assert RunSetup.load(huggingface_config(tmp_path, content), 4).spec.causal
+    with pytest.raises(SeqloomError, match="is not causal: labels of a run are the next tokens, and its tokens see"):
+        RunSetup.load(huggingface_config(tmp_path, content | {"is_causal": False}), 4)
+
+
 def test_a_folder_without_a_config_is_named(tmp_path):
     config = huggingface_config(tmp_path, GPT2)
     (tmp_path / "model" / "config.json").unlink()

@@ -64,10 +64,11 @@ class Gather(ContextParallelAttention):
         *,
         causal: bool,
         window: int | None,
+        attention_chunk: int | None,
     ) -> Gather:
         """Do the index work of a group."""
         group, index, device = bound.group, bound.ring_index, heads.shape.device
-        chunks = [ZigzagChunks.of(group, other) for other in range(group.ring)]
+        chunks = [ZigzagChunks.of(group, other, attention_chunk) for other in range(group.ring)]
         schedule = gather_schedule(chunks, index, device, causal=causal, window=window)
         inverse_order = None if schedule.order is None else inverse_permutation(schedule.order)
         tiles, ops = prepare_tiles(kernel, schedule.tiles, heads), merge_ops(device, heads.shape.dtype)

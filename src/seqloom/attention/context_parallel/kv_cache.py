@@ -209,14 +209,21 @@ class PrefixAttention(Ring):
 
     @classmethod
     def of(
-        cls, context: Context, bound: BoundGroup, heads: LocalHeads, kernel: Kernel, window: int | None
+        cls,
+        context: Context,
+        bound: BoundGroup,
+        heads: LocalHeads,
+        kernel: Kernel,
+        window: int | None,
+        attention_chunk: int | None,
     ) -> PrefixAttention:
         """Do the index work of a group; the context has the pieces of its documents, and a KV cache."""
         group, index = bound.group, bound.ring_index
         pieces, rows = _local_pieces(group, index, context.pieces)
-        keys, prefixes = [RingKeys.of_round(group, index, heads, kernel, causal=True, window=window)], []
+        mask = {"window": window, "attention_chunk": attention_chunk}
+        keys, prefixes = [RingKeys.of_round(group, index, heads, kernel, causal=True, **mask)], []
         for piece in pieces:
-            first, prefix_keys = _prefix(group, index, piece, context.pieces[piece.document], window, heads, kernel)
+            first, prefix_keys = _prefix(group, index, piece, context.pieces[piece.document], heads, kernel, **mask)
             if any(prefix_keys.counts):
                 prefixes.append((piece, first))
                 keys.append(prefix_keys)
@@ -330,40 +337,49 @@ def _prefix(
     index: int,
     piece: Piece,
     pieces: Sequence[Span],
-    window: int | None,
     heads: LocalHeads,
     kernel: Kernel,
+    *,
+    window: int | None,
+    attention_chunk: int | None,
 ) -> tuple[int, RingKeys]:
     """Return the first row of the cache that a piece reads here, and the tiles over keys of all earlier `pieces`."""
     current = pieces[piece.number]
-    seen_from = 0 if window is None else max(0, current.start - window + 1)
+    seen_from, seen_until = 0 if window is None else max(0, current.start - window + 1), current.stop
+    if attention_chunk is not None:  # only queries of the chunk in which the prefix ends see some of it
+        first = current.start - current.start % attention_chunk
+        seen_from, seen_until = max(seen_from, first), min(seen_until, first + attention_chunk)
     keys = [_runs(group, other, pieces[: piece.number]) for other in range(group.ring)]
     first_rows = [sum(min(max(seen_from - run.start, 0), run.stop - run.start) for run in runs) for runs in keys]
     held = [sum(run.stop - run.start for run in runs) for runs in keys]
     counts = tuple(rows - first for rows, first in zip(held, first_rows, strict=True))
-    queries = [run._replace(row=run.row + piece.rows.start) for run in _runs(group, index, [current])]
-    rows = piece.stop - piece.start
+    queries = [
+        _Run(run.start, min(run.stop, seen_until), run.row + piece.rows.start)
+        for run in _runs(group, index, [current])
+        if run.start < seen_until
+    ]
+    rows = sum(run.stop - run.start for run in queries)  # the first ones of the piece: rows are in order of position
     steps = []
     for step in range(group.ring):
         other = (index - step) % group.ring
         if window is not None:
-            tiles = _window_tiles(queries, keys[other], first_rows[other], window)
-        elif rows and counts[other]:  # all queries of the piece over all keys before it
+            tiles = _window_tiles(queries, keys[other], seen_from, first_rows[other], window)
+        elif rows and counts[other]:  # these queries over all keys before the piece
             full = Segments.of([(0, rows, 0, counts[other], 0)], causal=False)
-            tiles = [Tile(full, piece.rows, slice(0, counts[other]))]
+            tiles = [Tile(full, slice(piece.rows.start, piece.rows.start + rows), slice(0, counts[other]))]
         else:
             tiles = []
         steps.append(prepare_tiles(kernel, tiles, heads))
     return first_rows[index], RingKeys(counts, tuple(steps))
 
 
-def _window_tiles(queries: Sequence[_Run], keys: Sequence[_Run], first: int, window: int) -> list[Tile]:
-    """A tile for every pair of runs that see each other; `first` is the row from which keys count."""
+def _window_tiles(queries: Sequence[_Run], keys: Sequence[_Run], seen_from: int, first: int, window: int) -> list[Tile]:
+    """A tile for every pair of runs that see each other: keys from position `seen_from` on, which is row `first`."""
     tiles = []
     for query in queries:
         for key in keys:
             q_stop = min(query.stop, key.stop + window - 1)
-            k_start = max(key.start, query.start - window + 1)
+            k_start = max(key.start, query.start - window + 1, seen_from)
             if q_stop <= query.start or key.stop <= k_start:
                 continue
             rows, k_rows, row = q_stop - query.start, key.stop - k_start, key.row + k_start - key.start - first

@@ -167,7 +167,7 @@ def schedule_overlap(
 ) -> tuple[GroupAttention, ...]:
     """Return the groups of a rank, the local ones cut into runs that overlap the exchanges of the others.
 
-    `heads` are those of a local group: all. `mask` has causal and window.
+    `heads` are those of a local group: all. `mask` has causal, window and attention_chunk.
     """
     documents = _local_documents(groups)
     waiting = {n: group.exchange_bytes for n, group in enumerate(groups) if group.exchange_bytes is not None}
@@ -217,7 +217,9 @@ def _assign_exchanges(
     if not used or not documents:
         return [None] * len(documents)
     used.sort(key=exchanges.index)
-    area = Segments.packed(lengths.tolist(), **mask).area().astype(np.float64)
+    segments = Segments.packed(lengths.tolist(), **mask)
+    first = np.searchsorted(segments.q_start, np.cumsum(lengths) - lengths)  # a document is one segment, or several
+    area = np.add.reduceat(segments.area(), first).astype(np.float64)
     edges = np.cumsum([one.size for one in used]) / sum(one.size for one in used)
     middle = (np.cumsum(area) - area / 2) / area.sum()
     return [used[at] for at in np.searchsorted(edges[:-1], middle).tolist()]

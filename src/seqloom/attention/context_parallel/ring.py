@@ -54,10 +54,18 @@ class RingKeys:
 
     @classmethod
     def of_round(
-        cls, group: Group, index: int, heads: LocalHeads, kernel: Kernel, *, causal: bool, window: int | None
+        cls,
+        group: Group,
+        index: int,
+        heads: LocalHeads,
+        kernel: Kernel,
+        *,
+        causal: bool,
+        window: int | None,
+        attention_chunk: int | None,
     ) -> RingKeys:
         """Return the keys of a group's tokens in this round, as ring index `index` computes with them."""
-        chunks = [ZigzagChunks.of(group, other) for other in range(group.ring)]
+        chunks = [ZigzagChunks.of(group, other, attention_chunk) for other in range(group.ring)]
         in_order = [chunks[(index - step) % group.ring] for step in range(group.ring)]
         tiles = [ring_tiles(chunks[index], keys, causal=causal, window=window) for keys in in_order]
         steps = tuple(prepare_tiles(kernel, step_tiles, heads) for step_tiles in tiles)

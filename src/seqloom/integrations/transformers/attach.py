@@ -2,7 +2,7 @@
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
     hidden = hidden_states(model, ids, context.positions, context)
-    weight, tied, logits = head(model)
+    weight, tied, logits, bias = head(model)
     adapter = model_adapter(model)      # for plans with pipeline stages, tensor parallelism, sharded parameters
 
 Transformers looks attention and its mask up by name in registries; `attach` registers ours there and switches the
@@ -13,24 +13,30 @@ attention layer, also when a layer is recomputed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function
 
 from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.checks import (
+    CHUNKED,
+    Routers,
     check,
     decoder_layers,
+    decoder_of,
     dynamic_ropes,
+    has_router_loss,
     logits_of,
     planned_dropouts,
+    routers_of,
     unwrap,
 )
-from seqloom.integrations.transformers.layers import MLP_NAMES, remap_layers, tp_layers
+from seqloom.integrations.transformers.layers import MLP_NAMES, RouterHooks, remap_layers, router_layers, tp_layers
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
     check_positions,
@@ -41,8 +47,12 @@ from seqloom.integrations.transformers.parts import (
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.dropout import plan_dropout
+from seqloom.models.layer_wrapper import ROUTER_LOSS, LayerWrapper
 from seqloom.models.loss import PRODUCTS, Logits
+from seqloom.models.router_loss import RouterLoss
 
+BIDIRECTIONAL = "bidirectional"
+"""What the mask function gives to layers whose tokens see their whole document."""
 NAME = "seqloom"
 """Under which our functions are registered in transformers."""
 CALL = "model(**seqloom.integrations.transformers.attach.inputs(ids, context.positions, context))"
@@ -64,10 +74,11 @@ class Head(NamedTuple):
     weight: nn.Parameter  # [vocabulary, hidden], the parameter itself
     tied: bool  # whether it is the embedding's parameter too
     logits: Logits = PRODUCTS  # what the model makes of its products with hidden states
+    bias: nn.Parameter | None = None  # [vocabulary], added to the products
 
 
 def attach(model: Model, *, longest: int | None = None) -> Model:
-    """Make a causal model compute its attention with the engine, and return it.
+    """Make a language model compute its attention with the engine, and return it.
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
     replaced but the `forward` of dropout modules and their layers, and switching to another name undoes the rest. From
@@ -92,7 +103,17 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
         )
     if planned_dropouts(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
+    if has_router_loss(causal) and router_loss_of(causal) is None:
+        routers = cast("Routers", routers_of(causal))  # `check` has found them
+        loss = RouterLoss(causal.router_aux_loss_coef, causal.num_experts, causal.num_experts_per_tok)
+        router_layers(decoder_layers(causal), loss, *routers)
     return model
+
+
+def router_loss_of(causal: Any) -> RouterLoss | None:
+    """Return the router loss that the layers of a model report to; None: none."""
+    hooks = (LayerWrapper.of(layer).hooks.get(ROUTER_LOSS) for layer in decoder_layers(causal))
+    return next((each.loss for each in hooks if isinstance(each, RouterHooks)), None)
 
 
 @torch.no_grad()
@@ -139,18 +160,19 @@ def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict
 def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
     """Return the input of an attached model's head, [tokens, hidden]: the logits are this @ head(model).weight.T.
 
-    Where a model scales or caps them, `head(model).logits` says so, for `summed_loss`. For ids, positions and context
-    see `inputs`.
+    Where a model adds a bias, scales or caps them, `head(model)` says so, for `summed_loss`. For ids, positions and
+    context see `inputs`.
     """
-    decoder = unwrap(model).get_decoder()
+    decoder = decoder_of(unwrap(model))
     return drop_padding(decoder(**inputs(ids, positions, context)).last_hidden_state.squeeze(0), context.tokens)
 
 
 def head(model: nn.Module) -> Head:
     """Return the output projection of an attached model. Call it in every step: sharding may exchange parameters."""
     causal = unwrap(model)
-    weight = causal.get_output_embeddings().weight
-    return Head(weight, weight is causal.get_input_embeddings().weight, logits_of(causal))
+    projection = causal.get_output_embeddings()
+    tied = projection.weight is causal.get_input_embeddings().weight
+    return Head(projection.weight, tied, logits_of(causal), projection.bias)
 
 
 def model_adapter(model: nn.Module) -> ModelAdapter:
@@ -161,7 +183,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
     groups.
     """
     causal = unwrap(model)
-    decoder, embedding, layers = causal.get_decoder(), causal.get_input_embeddings(), decoder_layers(causal)
+    decoder, embedding, layers = decoder_of(causal), causal.get_input_embeddings(), decoder_layers(causal)
     remap_layers(layers)
 
     def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
@@ -183,7 +205,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options |= {"tp_axes": tp_axes, "tp_divisors": tp_divisors, "no_tp_reason": ""}
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
-    options["logits"] = logits_of(causal)
+    options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal)}
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
 
 
@@ -205,16 +227,31 @@ def attention_spec(module: nn.Module) -> AttentionSpec | None:
     if not (isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float)):
         return None
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    window = _config_window(module, getattr(module, "layer_idx", None))
+    layer = getattr(module, "layer_idx", None)
     wider = max(dim, getattr(module, "v_head_dim", None) or dim)
-    return AttentionSpec(heads, kv_heads, wider, window, scale, getattr(module, "attn_logit_softcapping", None))
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    window, chunk = _config_window(module, layer), _config_chunk(module, layer)
+    causal = all(getattr(each, "is_causal", True) is not False for each in (config, module))
+    return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk, causal)
 
 
 # What transformers calls instead of its own attention.
 
 
-def mask_function(*, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
-    """Make no mask: the context says which token sees which. Padding and masks of a model's own are refused."""
+def mask_function(
+    *,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    config: Any = None,
+    mask_function: Any = None,
+    **_: Any,
+) -> int | str | None:
+    """Make no mask: the context says which token sees which. Padding and masks of a model's own are refused.
+
+    Transformers hands on to layers what this returns: None is a causal mask, with a window or without, a number the
+    size of a chunk of chunked attention, `BIDIRECTIONAL` no mask at all.
+    """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise SeqloomError(
             f"an attention_mask of shape {list(attention_mask.shape)} with padding: documents are packed without "
@@ -225,6 +262,10 @@ def mask_function(*, attention_mask: torch.Tensor | None = None, use_vmap: bool 
             "this model adds a mask of its own to the causal one: the engine computes causal attention, full or with "
             "a sliding window; use a model without it"
         )
+    if mask_function is bidirectional_mask_function or getattr(config, "is_causal", True) is False:
+        return BIDIRECTIONAL
+    chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
+    return local_size if chunked and local_size != getattr(config, "sliding_window", None) else None
 
 
 def attention_function(
@@ -232,7 +273,7 @@ def attention_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | int | str | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -247,11 +288,11 @@ def attention_function(
         module: the layer's attention.
         query: [1, heads, tokens, dim].
         key, value: [1, kv_heads, tokens, dim], one per kv head.
-        attention_mask: None, which is what `mask_function` gives.
+        attention_mask: what `mask_function` gives.
         scaling: logits are multiplied by it.
         dropout: refused by the engine unless 0.
         softcap: of the logits.
-        is_causal: only True, when a model says it.
+        is_causal: what the mask says already.
         seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle.
         keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this
             layer sees, itself included, `s_aux` are sinks, a logit for every head.
@@ -265,11 +306,16 @@ def attention_function(
             f"belong to; call {CALL}, or go back with model.set_attn_implementation('sdpa'). If the call had one, this "
             "model does not hand keywords on to attention and cannot be used"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _check_call(module, query, key, value, attention_mask, causal, keywords)
-    _check_window(module, keywords, compiled=isinstance(seqloom_context, torch.Tensor))
-    options = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout, "softcap": softcap}
-    options["sinks"] = keywords.get("s_aux")
+    compiled = isinstance(seqloom_context, torch.Tensor)
+    causal = not isinstance(attention_mask, str)  # `BIDIRECTIONAL`
+    chunk = attention_mask if isinstance(attention_mask, int) else None
+    said = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    _check_call(module, query, key, value, attention_mask, keywords)
+    _check_causal(module, causal, said)
+    _check_window(module, keywords, compiled=compiled)
+    _check_chunk(module, chunk, compiled=compiled)
+    options: dict[str, Any] = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout}
+    options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk, "causal": causal}
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
         return attention(q, k, v, seqloom_context, **options)[None], None
@@ -281,6 +327,8 @@ def attention_function(
         )
     _check_position_ids(keywords.get("position_ids"), seqloom_context)
     q, k, v = (drop_padding(x, rows) for x in (q, k, v))
+    if _counts_rows(module):
+        q = _at_positions(module, q, seqloom_context.positions)
     out = attention(q, k, v, seqloom_context, **options, layer=getattr(module, "layer_idx", None))
     return pad_empty(out)[None], None
 
@@ -290,8 +338,7 @@ def _check_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    causal: bool,
+    attention_mask: torch.Tensor | int | str | None,
     keywords: dict[str, Any],
 ) -> None:
     """Refuse a call that means something else than the engine computes."""
@@ -306,16 +353,23 @@ def _check_call(
             f"{name}: {key.shape[2]} keys for {query.shape[2]} queries, use_cache={keywords.get('use_cache')}: keys "
             "come from the round's ranks, not from a cache; pass use_cache=False"
         )
-    if attention_mask is not None:
+    if isinstance(attention_mask, torch.Tensor):
         raise SeqloomError(
             f"{name} was given a mask of shape {list(attention_mask.shape)}: who sees whom is in the context; "
             "leave attention_mask out, or use a model without a mask of its own"
         )
-    if not causal:
-        raise SeqloomError(f"{name} asks for attention that is not causal; use a causal language model")
     for keyword, what in NOT_COMPUTED.items():
         if keywords.get(keyword) is not None:
             raise SeqloomError(f"{name} passes {keyword}: {what} is not computed here; use a model without it")
+
+
+def _check_causal(module: nn.Module, causal: bool, said: bool) -> None:
+    """Refuse a layer that says it is not causal, and yet is given the mask of one that is."""
+    if causal and not said:
+        raise SeqloomError(
+            f"{type(module).__name__} says is_causal = False, and the mask it asks for is causal, or has a window on "
+            "both sides: what it would compute depends on the attention chosen; use a model whose mask agrees"
+        )
 
 
 def _check_window(module: nn.Module, keywords: dict[str, Any], *, compiled: bool) -> None:
@@ -342,6 +396,51 @@ def _config_window(module: nn.Module, layer: int | None) -> int | None:
     if not types:
         return window
     return window if "sliding_attention" in (types if layer is None else types[layer : layer + 1]) else None
+
+
+def _check_chunk(module: nn.Module, chunk: int | None, *, compiled: bool) -> None:
+    """Refuse a layer that does not get the chunks that its config gives it.
+
+    A compiled graph must not look at a layer's number, so there what a layer gets is believed; but there positions are
+    not known either, by which some layers scale their queries.
+    """
+    if compiled and _counts_rows(module):
+        raise SeqloomError(
+            f"{type(module).__name__} scales queries by their rows (attn_temperature_tuning), and a compiled layer "
+            "does not know the positions to correct them; set model.compile = false"
+        )
+    wanted = None if compiled else _config_chunk(module, getattr(module, "layer_idx", None))
+    if wanted is not None and chunk != wanted:
+        raise SeqloomError(
+            f"{type(module).__name__}, layer {getattr(module, 'layer_idx', '?')}: the config says attention in chunks "
+            f"of {wanted} tokens, and the layer got {chunk}; call {CALL}, without an attention_mask"
+        )
+
+
+def _config_chunk(module: nn.Module, layer: int | None) -> int | None:
+    """Return the tokens of a chunk of a layer with chunked attention; None: it has none."""
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if not types or layer is None or types[layer] != CHUNKED:
+        return None
+    return config.attention_chunk_size
+
+
+def _counts_rows(module: nn.Module) -> bool:
+    """Whether a layer has multiplied its queries by a factor that grows with the row in the call (Llama 4)."""
+    tuned = getattr(module, "attn_temperature_tuning", False)
+    return bool(tuned) and not getattr(module, "use_rope", True)
+
+
+def _at_positions(module: Any, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Replace the factors of the rows, by which the layer multiplied q [tokens, heads, dim], by those of positions."""
+
+    def factors(places: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = torch.arange(len(q), device=q.device)
+    return (q * (factors(positions).to(wide) / factors(rows).to(wide))[:, None, None]).to(q.dtype)
 
 
 def _check_position_ids(positions: torch.Tensor | None, context: Context) -> None:

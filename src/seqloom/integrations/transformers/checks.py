@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,7 +27,8 @@ from seqloom.models.loss import Logits
 
 SHOWN = 3
 """Places that a message names for one reason."""
-ATTENTION_TYPES = ("full_attention", "sliding_attention")
+CHUNKED = "chunked_attention"
+ATTENTION_TYPES = ("full_attention", "sliding_attention", CHUNKED)
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 STATE_CLASSES = re.compile(r"Mamba|SSM|Rwkv|LSTM|RecurrentBlock|Rglru|DeltaNet|LightningAttention|ShortConv")
 ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
@@ -79,10 +82,19 @@ def unwrap(model: nn.Module) -> Any:
     return inner
 
 
+def decoder_of(causal: Any) -> Any:
+    """Return what a causal model has below its head: the child with the token embedding, if it names no other."""
+    named, embedding = causal.get_decoder(), causal.get_input_embeddings()
+    if named is not causal and any(module is embedding for module in named.modules()):
+        return named
+    children = (child for child in causal.children() if any(module is embedding for module in child.modules()))
+    return next(children, named)
+
+
 def decoder_layers(causal: Any) -> tuple[nn.Module, ...]:
     """Return the layers of a causal model, in their order."""
     classes = causal._no_split_modules or ()  # names of the classes of layers
-    layers = tuple(module for module in causal.get_decoder().modules() if type(module).__name__ in classes)
+    layers = tuple(module for module in decoder_of(causal).modules() if type(module).__name__ in classes)
     if not layers:
         raise SeqloomError(
             f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(classes)}); "
@@ -155,15 +167,19 @@ def _cross_attention(model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 @_refuse(
-    "bidirectional attention",
-    "the context means causal attention",
-    "use a causal model, and leave use_bidirectional_attention off",
+    "bidirectional sliding windows",
+    "a window counts back from a causal token",
+    "use a causal model, or one whose tokens see their whole document (is_causal = False, full_attention layers)",
 )
-def _bidirectional(model: nn.Module, causal: Any) -> Iterator[str]:
-    if getattr(_text_config(causal), "is_causal", True) is False:
-        yield "is_causal = False"
-    yield from _set_keys(causal, "use_bidirectional_attention")
-    yield from (name for name, module in causal.named_modules() if getattr(module, "is_causal", True) is False)
+def _bidirectional_windows(model: nn.Module, causal: Any) -> Iterator[str]:
+    yield from _set_keys(causal, "use_bidirectional_attention")  # of Gemma, with windows in most layers
+    config = _text_config(causal)
+    windows = "sliding_attention" in _layer_types(causal) or (
+        not _layer_types(causal) and getattr(config, "sliding_window", None)
+    )
+    modules = (module for module in causal.modules() if getattr(module, "is_causal", True) is False)
+    if windows and (getattr(config, "is_causal", True) is False or any(True for _ in modules)):
+        yield "is_causal = False with sliding windows"
 
 
 @_refuse(
@@ -180,9 +196,9 @@ def _recurrent_state(model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 @_refuse(
-    "sparse or chunked attention",
-    "only full and sliding-window attention are computed",
-    "use a model with full_attention and sliding_attention layers",
+    "sparse attention",
+    "only full, sliding-window and chunked attention are computed",
+    f"use a model whose layers are {', '.join(ATTENTION_TYPES)}",
 )
 def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
     known = (*ATTENTION_TYPES, *STATE_TYPES)
@@ -199,7 +215,7 @@ def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
     "use a model whose forward takes position_ids",
 )
 def _no_position_ids(model: nn.Module, causal: Any) -> Iterator[str]:
-    decoder = causal.get_decoder()
+    decoder = decoder_of(causal)
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         yield f"{type(decoder).__name__}.forward has no position_ids"
 
@@ -278,19 +294,52 @@ def _router_noise(model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 @_refuse(
-    "router loss",
+    "another router loss than Mixtral's",
     "its statistics are those of one call, so it would depend on the plan",
     "load with output_router_logits=False, without which transformers computes none",
 )
 def _router_loss(model: nn.Module, causal: Any) -> Iterator[str]:
-    if getattr(_text_config(causal), "output_router_logits", False):
+    if has_router_loss(causal) and routers_of(causal) is None:
         yield from _set_keys(causal, *ROUTER_LOSSES)
+
+
+def has_router_loss(causal: Any) -> bool:
+    """Whether transformers adds a loss of the routers to that of the tokens."""
+    active = getattr(_text_config(causal), "output_router_logits", False)
+    return bool(active) and any(True for _ in _set_keys(causal, *ROUTER_LOSSES))
+
+
+class Routers(NamedTuple):
+    """Where the logits are that a load-balancing loss is made of."""
+
+    kind: type[nn.Module]
+    index: int  # of the logits in what a router returns
+
+
+def routers_of(causal: Any) -> Routers | None:
+    """Return the routers of a model whose router loss is that of Mixtral; None: its loss is another one.
+
+    Transformers copies the function into every model that has it, and records logits by the class of routers.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    function = getattr(sys.modules[type(causal).__module__], load_balancing_loss_func.__name__, None)
+    recorded: Any = (getattr(decoder_of(causal), "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorded, "target_class", None)  # not of a list of several
+    known = all(hasattr(causal, name) for name in ("router_aux_loss_coef", "num_experts", "num_experts_per_tok"))
+    if not isinstance(function, FunctionType) or kind is None or not known:
+        return None
+    own, usual = (each.__code__ for each in (function, load_balancing_loss_func))
+    same = (own.co_code, own.co_consts, own.co_names) == (usual.co_code, usual.co_consts, usual.co_names)
+    in_parts = not any(type(child) is kind for layer in decoder_layers(causal) for child in layer.children())
+    z_loss = any(True for _ in _set_keys(causal, "router_z_loss_coef"))
+    return Routers(kind, recorded.index) if same and in_parts and not z_loss else None
 
 
 @_refuse(
     "logits altered after the head",
     "the loss is computed from hidden states and the weight of the head, without logits",
-    "use a model whose logits are hidden @ weight.T, scaled or capped; leave the head out of adapters",
+    "use a model whose logits are hidden @ weight.T + bias, scaled or capped; leave the head out of adapters",
 )
 def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
     config, head = _text_config(causal), causal.get_output_embeddings()
@@ -300,9 +349,7 @@ def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
         return
     if type(head) is not nn.Linear:
         yield f"the head is a {type(head).__name__}"
-    elif head.bias is not None:
-        yield "the head has a bias"
-    decoder = causal.get_decoder()
+    decoder = decoder_of(causal)
     for name, child in causal.named_children():
         known = child is head or any(module is decoder for module in child.modules())
         if not known and any(True for _ in child.parameters()):

@@ -20,14 +20,14 @@ from seqloom.attention import AttentionSpec
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
-from seqloom.integrations.transformers.checks import decoder_layers, unwrap
+from seqloom.integrations.transformers.checks import decoder_layers, decoder_of, unwrap
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
 
 IMAGE_TEXT_TYPES = (
-    *("gemma3", "got_ocr2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm"),
-    *("video_llava", "vipllava"),
+    *("gemma3", "got_ocr2", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("smolvlm", "video_llava", "vipllava"),
 )
 """Types of models of images and text that compute of text alone what their language model does; a test compares them.
 Others, such as Aya Vision, which leaves the scale of its logits out, are refused."""
@@ -98,6 +98,7 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
     parts = [_feed_forward(layer, hidden) for layer in layers]
     dense = next((part for part in parts if not part.experts), None)
     sparse = tuple(number for number, part in enumerate(parts) if part.experts)
+    chunks = tuple(each.attention_chunk for each in attentions)
     return ModelSpec(
         name=name,
         layers=len(layers),
@@ -111,6 +112,7 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
         tied=causal.get_output_embeddings().weight is embedding,
         windows=tuple(each.window for each in attentions),
         learned_positions=has_position_table(causal),
+        attention_chunks=chunks if any(chunks) else (),
         **({} if not sparse else _experts(causal.config, parts[sparse[0]], sparse)),
     )
 
@@ -118,7 +120,7 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
 def has_position_table(causal: Any) -> bool:
     """Whether a model looks positions up in a table, beside that of its tokens, and does not compute them."""
     most = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
-    tables = [each for each in causal.get_decoder().modules() if isinstance(each, nn.Embedding)]
+    tables = [each for each in decoder_of(causal).modules() if isinstance(each, nn.Embedding)]
     others = [each for each in tables if each is not causal.get_input_embeddings()]
     return most is not None and any(each.num_embeddings >= most for each in others)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,8 @@ from seqloom.dist.rank_tokens import TokenRedistribute, redistribute_tokens
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
 from seqloom.integrations.transformers.tensor_parallel import Region
-from seqloom.models.layer_wrapper import LayerWrapper
+from seqloom.models.layer_wrapper import ROUTER_LOSS, LayerWrapper
+from seqloom.models.router_loss import RouterLoss, add_loss
 from seqloom.models.transformer import check_weight_shard
 from seqloom.plan import Remap
 
@@ -45,6 +47,49 @@ def tp_layers(layers: Sequence[nn.Module], regions: Sequence[tuple[Region, ...]]
     """Make decoder layers run their regions in the TP group of each call; doing it again changes nothing."""
     for layer, own in zip(layers, regions, strict=True):
         LayerWrapper.of(layer).hooks["tensor_parallel"] = partial(_tp_hooks, own)
+
+
+def router_layers(layers: Iterable[nn.Module], loss: RouterLoss, kind: type[nn.Module], index: int) -> None:
+    """Make decoder layers report to a router loss: modules of class `kind`, which return logits at `index`."""
+    for layer in layers:
+        LayerWrapper.of(layer).hooks[ROUTER_LOSS] = RouterHooks(loss, kind, index)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterHooks:
+    """Puts hooks on the routers of a layer, and on the parts they are in, whose output the loss is added to."""
+
+    loss: RouterLoss
+    kind: type[nn.Module]
+    index: int
+
+    def __call__(self, layer: nn.Module, context: Context) -> ExitStack | None:
+        """See `LayerHooks`."""
+        routers = [name for name, part in layer.named_modules() if type(part) is self.kind]
+        if not routers:
+            return None
+        moved, hooks = context.mlp_redistribute, ExitStack()
+        rows = context.tokens if moved is None else sum(moved.to_target.receives)
+        for name in routers:
+            found: list[torch.Tensor | None] = []
+            part = layer.get_submodule(name.rpartition(".")[0])
+            hooks.callback(layer.get_submodule(name).register_forward_hook(partial(self._report, found, rows)).remove)
+            hooks.callback(part.register_forward_hook(partial(_add_router_loss, found)).remove)
+        return hooks
+
+    def _report(self, found: list[torch.Tensor | None], rows: int, _: nn.Module, __: Any, output: Any) -> None:
+        """Count the tokens of a router call, or find their part of the loss; a row for no token is left out."""
+        logits = output[self.index]
+        found.append(self.loss.of_tokens(logits.reshape(-1, logits.shape[-1])[:rows]))
+
+
+def _add_router_loss(found: list[torch.Tensor | None], _: nn.Module, __: Any, output: Any) -> Any:
+    """Add the loss of the router in a part to the backward of the part's output."""
+    first, *others = output if isinstance(output, tuple) else (output,)
+    for loss in found:
+        first = first if loss is None else add_loss(first, loss)
+    found.clear()
+    return (first, *others) if isinstance(output, tuple) else first
 
 
 def _remap_hooks(layer: nn.Module, context: Context) -> ExitStack | None:

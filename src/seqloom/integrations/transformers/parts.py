@@ -180,8 +180,8 @@ def _trace(
     calls: list[_TracedCall] = []
     weight: Any = embedding.weight
 
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        return weight.new_empty((*ids.shape, weight.shape[1]), device=ids.device)
+    def embed(ids: torch.Tensor) -> torch.Tensor:  # some models move ids to the weight, which may be on "meta"
+        return weight.new_empty((*ids.shape, weight.shape[1]), device=values.positions.device)
 
     def answer(child: nn.Module) -> Callable[..., Any]:
         if child is embedding:

@@ -97,6 +97,12 @@ def plan_pipeline(
         layers: of every stage; None balances the stages' times, see `stage_layers`.
     """
     array = Batch.of(lengths).lengths
+    if not cost.model.causal:
+        raise SeqloomError(
+            f"planner pipeline for {cost.model.name}, which is not causal: it cuts long documents into pieces, and a "
+            "token would see later pieces, whose keys do not exist yet; plan whole documents, with one stage (flex, "
+            "zones) or with hydraulis"
+        )
     if stages is None:
         given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
         return _best_number_of_stages(lambda n: plan_pipeline(array, cost, stages=n, **given), cost, chunks)

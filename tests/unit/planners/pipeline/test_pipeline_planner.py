@@ -265,3 +265,10 @@ def test_stages_have_whole_tensor_groups():
         plan_zones(np.array([3000]), cost)
     with pytest.raises(SeqloomError, match="splits weights over ranks cannot be explained"):
         explain(make_plan("static:2", np.array([3000]), cost), cost)
+
+
+def test_documents_whose_tokens_see_later_pieces_are_refused():
+    cost = CostModel(Cluster.parse("1x8xH100"), replace(ModelSpec.load("qwen3-0.6b"), causal=False), stages=2)
+    for planner in ("pipeline", "pipeline:2"):
+        with pytest.raises(SeqloomError, match=r"qwen3-0.6b, which is not causal: it cuts .* plan whole documents"):
+            make_plan(planner, np.array([3000, 100]), cost)
