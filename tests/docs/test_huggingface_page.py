@@ -22,6 +22,10 @@ SUPPORTED = (
     ("logit soft-cap, attention sinks, values of another width than keys (latent attention)", "computed by the engine"),
     ("tied and untied heads", "`head(model)` says which"),
     ("logits scaled or capped after the head", "inside the loss: `head(model).logits` says how"),
+    (
+        "layers that scan: short convolutions, gated delta rules, Mamba-2",
+        "the model's own code for some heads of whole documents: a group's ranks exchange tokens for heads",
+    ),
     ("LoRA through peft", "attach the wrapped model"),
     (
         "dropout modules in layers, those of LoRA among them",
