@@ -78,7 +78,7 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.7, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]},
     "nemotron_h": {
         **{"ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8},
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
     },
     **{name: {"logits_scaling": 3.0} for name in ("granite", "granitemoe", "granitemoeshared", "granite_swa")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
@@ -146,14 +146,15 @@ def delta_rule(q: Any, k: Any, v: Any, *, g: Any, beta: Any, use_qk_l2norm_in_ke
     return torch.stack(outs)[None], None
 
 
-def state_space(x: Any, dt: Any, a: Any, b: Any, c: Any, *, D: Any, dt_bias: Any, **_: Any) -> Any:  # noqa: N803
+def state_space(x: Any, dt: Any, a: Any, b: Any, c: Any, **given: Any) -> Any:
     """Mamba-2; x is [1, tokens, heads, dim], b and c are [1, tokens, groups, states]."""
+    dt = softplus(dt + given["dt_bias"]).clamp(*given["dt_limit"])
     b, c = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (b, c))
     state, outs = x.new_zeros((*x.shape[2:], b.shape[-1])), []
-    for value, step, key, query in zip(x[0], softplus(dt[0] + dt_bias), b[0], c[0], strict=True):
+    for value, step, key, query in zip(x[0], dt[0], b[0], c[0], strict=True):
         written = torch.einsum("hp,hn->hpn", step[:, None] * value, key)
         state = (step * a).exp()[:, None, None] * state + written
-        outs.append(torch.einsum("hpn,hn->hp", state, query) + D[:, None] * value)
+        outs.append(torch.einsum("hpn,hn->hp", state, query) + given["D"][:, None] * value)
     return torch.stack(outs)[None]
 
 

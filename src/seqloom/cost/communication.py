@@ -128,7 +128,8 @@ def nic_load(
 ) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
     """Find the (node, NIC in it) that a group uses, and how much of what the busiest one carries.
 
-    The latter are float64[n] shares from 0 to 1 of Ulysses, keys and values, tensor. Arguments as `group_traffic`.
+    The latter are float64[n] shares from 0 to 1 of Ulysses, keys and values, tensor, mixers. Arguments as
+    `group_traffic`.
     """
     nics = max(nic_of) + 1
     node, nic = nodes_and_nics(ranks, nic_of)
@@ -140,8 +141,10 @@ def nic_load(
     if route is not None:  # every proxy of a node carries the same
         node_out = np.bincount(node, weights=keys, minlength=every // nics)
         kv = np.bincount(proxy_nic, weights=node_out[proxy_node], minlength=every)
-    used = np.flatnonzero(ulysses + kv + tensor_load)
-    return divmod(used, nics), [load[used] / max(load.max(), 1.0) for load in (ulysses, kv, tensor_load)]
+    everyone = np.bincount(nic, weights=(node[:, None] != node[None, :]).sum(axis=1), minlength=every)
+    every_load = (ulysses, kv, tensor_load, everyone)
+    used = np.flatnonzero(sum(every_load))
+    return divmod(used, nics), [load[used] / max(load.max(), 1.0) for load in every_load]
 
 
 def nic_proxies(ranks: Sequence[int], nic_of: tuple[int, ...]) -> tuple[int, ...]:

@@ -90,9 +90,9 @@ class CostEngine(ABC):
         """ns per token in front of a piece that its keys and values take on the links."""
         return {}
 
-    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow]:
-        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor ranks."""
-        return Flow(), Flow(), Flow()
+    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow, Flow]:
+        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor, mixer."""
+        return Flow(), Flow(), Flow(), Flow()
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
@@ -186,16 +186,16 @@ class AnalyticEngine(CostEngine):
 
     def token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
         """ns per token of the group, without attention."""
-        ulysses, kv, tensor = self.flows(shape, policy, traffic)
+        ulysses, kv, tensor, mixers = self.flows(shape, policy, traffic)
         sums = self.compute.tensor_sums(self.tensor, tensor_gathers(policy.checkpoint))
         rates = self.prefix_token_ns(shape, policy, traffic)
         rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
         return rates | {
             "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree,
             "head": self.compute.head() / shape.degree,
-            "ulysses": ulysses.time,
-            "network": ulysses.network + kv.network + tensor.network,
-            "link": ulysses.link + kv.link + tensor.link,
+            "ulysses": ulysses.time + mixers.time,
+            "network": ulysses.network + kv.network + tensor.network + mixers.network,
+            "link": ulysses.link + kv.link + tensor.link + mixers.link,
             "tensor": tensor.time,
         }
 
@@ -211,15 +211,15 @@ class AnalyticEngine(CostEngine):
             "link": kv.link,
         }
 
-    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow]:
-        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor ranks.
+    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow, Flow]:
+        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor, mixers.
 
-        The first also has what mixers exchange for heads, among all ranks of the group. A tensor rank has tensor times
-        as many tokens of 1 / tensor of the heads: as many values as if it had its own tokens of all heads.
+        A tensor rank has tensor times as many tokens of 1 / tensor of the heads: as many values as if it had its own
+        tokens of all heads.
         """
         links, cp = self.links, cp_shape(shape, self.tensor)
         seen = traffic, policy.checkpoint
-        return links.ulysses(cp, *seen) + links.mixers(shape, *seen), links.kv(cp, *seen), links.tensor(shape, *seen)
+        return links.ulysses(cp, *seen), links.kv(cp, *seen), links.tensor(shape, *seen), links.mixers(shape, *seen)
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """Around attention all linear layers move, around the feed-forward only these."""

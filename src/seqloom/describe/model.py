@@ -61,7 +61,7 @@ class ModelSpec:
             object.__setattr__(self, "moe_layers", tuple(range(self.layers)))
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
-        dense = len(self.moe_layers) < self.layers
+        dense = len(self.moe_layers) < self.layers and not self.mixer_layers  # hybrids have layers without feed-forward
         self._require(self.ffn >= (1 if dense else 0), "ffn", "must be at least 1 where a layer is dense")
         self._require(self.heads % self.kv_heads == 0, "kv_heads", f"must divide the {self.heads} query heads")
         self._require(len(self.windows) == self.layers, "windows", f"needs one entry for each of {self.layers} layers")

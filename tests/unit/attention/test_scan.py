@@ -1,5 +1,7 @@
 """Scans over documents on several ranks: which heads a rank gets, what it sends, and states between pieces."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from seqloom.attention.context_parallel.scan_states import ScanStates, StateKey
 from seqloom.attention.linear_attention import decayed_linear_attention
 from seqloom.attention.scan import scan_documents
 from seqloom.cost import CostModel, GroupShape
+from seqloom.cost.plan_cost import round_times
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.dist import SingleRankTransport, bind, bind_single_rank, run_ranks
 from seqloom.errors import SeqloomError
@@ -81,6 +84,18 @@ def test_the_cost_model_counts_the_bytes_that_are_sent():
     plain = CostModel(Cluster.parse("1x4xH200"), ModelSpec("m", **sizes, vocabulary=9, tied=True))
     more = cost.tables([tokens], cost.policies[0]).cost - plain.tables([tokens], plain.policies[0]).cost
     assert (more >= 0).all() and more.any()
+
+
+def test_every_nic_of_a_group_carries_what_its_ranks_exchange():
+    sizes = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, "ffn": 64, "gated": True}
+    plain = ModelSpec("m", **sizes, vocabulary=9, tied=True)
+    mixed = replace(plain, mixer_layers=(0, 1), mixer_parameters=1, mixer_values=10_000)
+    work = StageMicroBatch((Group(tuple(range(4)), 2, 2, (Span(0, 0, 4096),)),), Checkpoint.NONE)
+    taken = []
+    for spec in (plain, mixed):
+        cost = CostModel(Cluster.parse("2x2xH200"), spec)
+        taken.append(round_times(cost, work, cost.policies[0]).nic_ns)
+    assert (taken[1] > taken[0]).all(), taken
 
 
 @pytest.mark.parametrize("delta_rule", [True, False])

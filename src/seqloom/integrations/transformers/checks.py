@@ -29,6 +29,7 @@ SHOWN = 3
 """Places that a message names for one reason."""
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+FEED_FORWARD_TYPES = ("mlp", "moe")
 STATE_CLASSES = re.compile(r"Mamba|SSM|Rwkv|LSTM|RecurrentBlock|Rglru|DeltaNet|LightningAttention|ShortConv")
 ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
 ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef")
@@ -200,7 +201,7 @@ def _recurrent_state(model: nn.Module, causal: Any) -> Iterator[str]:
     "use a model with full_attention and sliding_attention layers",
 )
 def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
-    known = (*ATTENTION_TYPES, *STATE_TYPES)
+    known = (*ATTENTION_TYPES, *STATE_TYPES, *FEED_FORWARD_TYPES)
     yield from (f"layer_types has {kind}" for kind in _layer_types(causal) if kind not in known)
     yield from (name for name, module in causal.named_modules() if "Indexer" in type(module).__name__)
 

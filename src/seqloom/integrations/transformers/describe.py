@@ -21,7 +21,7 @@ from seqloom.attention import AttentionSpec
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
-from seqloom.integrations.transformers.checks import decoder_layers, unwrap
+from seqloom.integrations.transformers.checks import FEED_FORWARD_TYPES, decoder_layers, unwrap
 from seqloom.integrations.transformers.mixers import is_mixer, scanned_values
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -87,7 +87,7 @@ def describe_folder(folder: Path) -> ModelSpec:
 
 
 def describe_model(model: nn.Module, name: str) -> ModelSpec:
-    """Return the shapes of an attached model."""
+    """Return the shapes of an attached model; layers whose feed-forwards differ, or lack one, have the mean width."""
     causal: Any = unwrap(model)
     embedding, layers = causal.get_input_embeddings().weight, decoder_layers(causal)
     hidden, attentions = embedding.shape[1], [_attention_of(layer) for layer in layers]
@@ -101,8 +101,8 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
             "widths: plans are for layers that agree; use a model whose layers do"
         )
     parts = [_feed_forward(layer, hidden) for layer in layers]
-    dense = next((part for part in parts if not part.experts), None)
-    sparse = tuple(number for number, part in enumerate(parts) if part.experts)
+    dense, sparse = [part for part in parts if not part.experts], [n for n, part in enumerate(parts) if part.experts]
+    widest = max(dense or parts, key=lambda part: part.width or part.expert_width)
     return ModelSpec(
         name=name,
         layers=len(layers),
@@ -110,13 +110,13 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,
-        ffn=dense.width if dense else parts[0].expert_width,
-        gated=(dense or parts[0]).gated,
+        ffn=-(-sum(part.width for part in dense) // len(dense)) if dense else parts[0].expert_width,
+        gated=widest.gated,
         vocabulary=embedding.shape[0],
         tied=causal.get_output_embeddings().weight is embedding,
         windows=tuple(0 if each is None else each.window for each in attentions),
         learned_positions=has_position_table(causal),
-        **({} if not sparse else _experts(causal.config, parts[sparse[0]], sparse)),
+        **({} if not sparse else _experts(causal.config, parts[sparse[0]], tuple(sparse))),
         **_mixers(layers),
     )
 
@@ -130,9 +130,9 @@ def has_position_table(causal: Any) -> bool:
 
 
 def _attention_of(layer: nn.Module) -> AttentionSpec | None:
-    """Return the attention of a layer; None: it has a mixer in its place."""
+    """Return the attention of a layer; None: it has a mixer in its place, or is a feed-forward alone."""
     specs = attention_specs([layer])
-    if not specs and any(is_mixer(module) for module in layer.modules()):
+    if not specs and (any(map(is_mixer, layer.modules())) or getattr(layer, "block_type", "") in FEED_FORWARD_TYPES):
         return None
     if len(specs) != 1:
         raise SeqloomError(
