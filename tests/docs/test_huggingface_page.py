@@ -24,7 +24,7 @@ SUPPORTED = (
     ("logits scaled or capped after the head", "inside the loss: `head(model).logits` says how"),
     (
         "layers that scan: short convolutions, gated delta rules, Mamba-2",
-        "the model's own code for some heads of whole documents: a group's ranks exchange tokens for heads",
+        "the model's own code; a group's ranks exchange tokens for heads, or the few tokens before their own",
     ),
     ("LoRA through peft", "attach the wrapped model"),
     (

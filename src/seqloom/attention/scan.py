@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from seqloom.attention.context_parallel.kv_cache import KVCache
-from seqloom.attention.context_parallel.scan_states import StateKey
+from seqloom.attention.context_parallel.scan_states import document_piece
 from seqloom.attention.context_parallel.ulysses import Ranges
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.plan import AttentionOptions, check_pieces
@@ -75,18 +75,27 @@ def scan_documents(
     Returns:
         [tokens, heads, ...] as `scan` returns it.
     """
+
+    def scan_group(number: int, *own: torch.Tensor) -> torch.Tensor:
+        exchange = _exchange_of(context, number, tuple(each.shape[1] for each in own))
+        return _scan_group(scan, own, exchange, context, layer, name)
+
+    return run_by_group(scan_group, tuple(tensors), context, name)
+
+
+def run_by_group(run: Callable[..., torch.Tensor], tensors: Tensors, context: Context, name: str) -> torch.Tensor:
+    """Call run(number of a group, its rows of the tensors ...) for every group of this rank; return all rows."""
     if context.tp_group is not None:
         raise SeqloomError(f"{name} in a TP group: nobody has said how its weights are sharded; plan with tensor = 1")
-    redistribute, given = context.attention_redistribute, tuple(tensors)
+    redistribute = context.attention_redistribute
     if redistribute is not None:
-        given = _redistribute(redistribute, given)
+        tensors = _redistribute(redistribute, tensors)
     outs = []
     for number, bound in enumerate(context.groups):
         check_pieces(context, bound.group, AttentionOptions())
-        exchange = _exchange_of(context, number, tuple(each.shape[1] for each in given))
-        own = given if len(context.groups) == 1 else tuple(take(each, bound.rows) for each in given)
-        outs.append(_scan_group(scan, own, exchange, context, layer, name))
-    out = outs[0] if len(outs) == 1 else _joined(outs, context.groups, given[0])
+        own = tensors if len(context.groups) == 1 else tuple(take(each, bound.rows) for each in tensors)
+        outs.append(run(number, *own))
+    out = outs[0] if len(outs) == 1 else _joined(outs, context.groups, tensors[0])
     return out if redistribute is None else _redistribute(redistribute.reversed(), (out,))[0]
 
 
@@ -96,41 +105,17 @@ def _scan_group(
     """Return the output [own rows, heads, ...] of a group's rows."""
     alone = len(exchange.ranks) == 1
     inside = tensors if alone else RowFunction.apply(exchange.to_heads, exchange.to_tokens, *tensors)
-    kept, pieces = cast("KVCache", context.kv_cache), [_piece(span, context, layer, name) for span in exchange.spans]
-    states = [
-        None if piece is None or not piece.number else kept.scan_states.take(piece.key, piece.number, inside[0])
-        for piece in pieces
-    ]
+    kept, pieces = context.kv_cache, [document_piece(span, context, layer, name) for span in exchange.spans]
+    states = [None if not isinstance(kept, KVCache) else kept.scan_states.take(each, inside[0]) for each in pieces]
     lengths = tuple(span.tokens for span in exchange.spans)
     out, after = scan(PackedDocuments(inside, exchange.own_heads, lengths, tuple(states)))
-    for piece, state in zip(pieces, after, strict=True):
-        if piece is not None and not piece.last:
-            out = kept.scan_states.leave(piece.key, piece.number, out, state)
-        elif piece is not None and not kept.backward:
-            kept.scan_states.free(piece.key)
+    if isinstance(kept, KVCache):
+        for piece, state in zip(pieces, after, strict=True):
+            out = kept.scan_states.leave(piece, out, state, backward=kept.backward)
     if alone:
         return out
     outside = exchange.of_output()
     return RowFunction.apply(outside.to_tokens, outside.to_heads, out[:, : outside.own_count])[0]
-
-
-class _Piece(NamedTuple):
-    """A piece of a document in one scan of a layer."""
-
-    key: StateKey
-    number: int
-    last: bool
-
-
-def _piece(span: Span, context: Context, layer: int | None, name: str) -> _Piece | None:
-    """Return which piece of its document a span is; None: it is the whole document."""
-    every = context.pieces.get(span.document)
-    if every is None:
-        return None
-    if layer is None:
-        raise SeqloomError(f"{name} of document {span.document}, which is in pieces: states are kept by layer; give it")
-    number = every.index(span)
-    return _Piece(StateKey(layer, name, span.document), number, number == len(every) - 1)
 
 
 def _joined(outs: Sequence[torch.Tensor], groups: Sequence[BoundGroup], like: torch.Tensor) -> torch.Tensor:

@@ -346,20 +346,21 @@ class Communication:
         """Values of K and V per token and layer that a Ulysses rank holds."""
         return 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
 
-    # mixers: all ranks of a group exchange tokens for heads, whatever its Ulysses and ring
+    # mixers: all ranks of a group exchange tokens for heads, whatever its Ulysses and ring; a convolution fetches a few
+    # rows only
 
     def mixers(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of what goes into the scans of mixers and comes out, which a recomputed layer repeats."""
-        values = mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_values
+        values = mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_exchange
         message = values * ACTIVATION_BYTES / shape.degree**2
         return direct_flow(traffic.everyone, *self.message_ns(message, "all_to_all"))
 
     def mixer_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
-        """ns per round: a convolution and a scan, each with an exchange in and one out per pass."""
+        """ns per round: in every pass a convolution's halo, a scan's exchange in and one out."""
         if shape.degree == 1:
             return 0.0
-        latency = self.latency("all_to_all", traffic.everyone.node_out > 0, (shape.degree - 1).bit_length())
-        return 4 * mixer_passes(checkpoint) * len(self.model.mixer_layers) * latency
+        calls = mixer_passes(checkpoint) * len(self.model.mixer_layers) * (3 if self.model.mixer_exchange else 1)
+        return calls * self.latency("all_to_all", traffic.everyone.node_out > 0, (shape.degree - 1).bit_length())
 
     # tensor parallelism: each half of a layer, attention and the feed-forward, all-gathers its input (hidden states)
     # from the tensor parallel group and sends partial sums of its output to the ranks that own the rows (an

@@ -38,8 +38,8 @@ def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
 
     Saved: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
     attention reads it as the kernel left it, and the projection after it as it came back. Touched: a norm reads and
-    writes, a residual reads two and writes one, rotary reads and writes q and k. What goes into the scans of a mixer
-    and comes out is saved, and touched twice.
+    writes, a residual reads two and writes one, rotary reads and writes q and k. What goes into the convolution
+    and the scan of a mixer and comes out is saved, and touched twice.
 
     Tensor ranks save the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
     and their own part of the feed-forward they save all these tokens, which is as much as all of it for their own.

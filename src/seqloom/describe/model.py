@@ -52,7 +52,9 @@ class ModelSpec:
     mixer_parameters: int = 0
     """Weights of a mixer."""
     mixer_values: int = 0
-    """Values of a token that go into the scans of a mixer and come out: a group's ranks exchange them for heads."""
+    """Values of a token that go into the convolution and the scan of a mixer and come out."""
+    mixer_exchange: int = 0
+    """Those of the scan, which a group's ranks exchange for heads; 0: there is a convolution alone."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -87,6 +89,8 @@ class ModelSpec:
         for name in ("mixer_parameters", "mixer_values"):
             rule = "must be at least 1 with `mixer_layers`, and is 0 without"
             self._require((getattr(self, name) >= 1) == bool(self.mixer_layers), name, rule)
+        within = 0 <= self.mixer_exchange <= self.mixer_values
+        self._require(within, "mixer_exchange", f"must be 0 to {self.mixer_values}, as `mixer_values` says")
         self._require(self.attention_layers >= 1, "windows", "needs a layer with attention")
         self._require(0 not in self.windows or bool(self.mixer_layers), "windows", "holds 0 only beside mixers")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.attention import KVCache
-from seqloom.attention.context_parallel.scan_states import ScanStates, StateKey
+from seqloom.attention.context_parallel.scan_states import DocumentPiece, ScanStates, StateKey
 from seqloom.attention.linear_attention import decayed_linear_attention
 from seqloom.attention.scan import scan_documents
 from seqloom.cost import CostModel, GroupShape
@@ -19,7 +19,8 @@ from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.transports import CountingTransport
 
 torch.set_num_threads(1)
-KEY = StateKey(3, "sum", 0)
+PIECE = DocumentPiece(StateKey(3, "sum", 0), 0, last=False)
+MIXERS = {"mixer_layers": (1,), "mixer_parameters": 1}
 
 
 def running_sum(given):
@@ -65,7 +66,7 @@ def test_every_rank_gets_its_tokens_of_all_heads_back(ulysses, ring):
 def test_the_cost_model_counts_the_bytes_that_are_sent():
     """Of 8 heads of 4 values in and out: 64 values of a token, half of the layers."""
     sizes = {"layers": 2, "hidden": 8, "heads": 4, "kv_heads": 4, "head_dim": 2, "ffn": 8, "gated": True}
-    spec = ModelSpec("m", **sizes, vocabulary=9, tied=True, mixer_layers=(1,), mixer_parameters=1, mixer_values=64)
+    spec = ModelSpec("m", **sizes, vocabulary=9, tied=True, **MIXERS, mixer_values=64, mixer_exchange=64)
     cost, shape, tokens = CostModel(Cluster.parse("1x4xH200"), spec), GroupShape(1, 4), 32
     flow = cost.links.mixers(shape, cost.aligned_traffic(shape), Checkpoint.NONE)
     near, _ = cost.links.message_ns(1.0, "all_to_all")
@@ -89,7 +90,7 @@ def test_the_cost_model_counts_the_bytes_that_are_sent():
 def test_every_nic_of_a_group_carries_what_its_ranks_exchange():
     sizes = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, "ffn": 64, "gated": True}
     plain = ModelSpec("m", **sizes, vocabulary=9, tied=True)
-    mixed = replace(plain, mixer_layers=(0, 1), mixer_parameters=1, mixer_values=10_000)
+    mixed = replace(plain, **MIXERS, mixer_values=10_000, mixer_exchange=10_000)
     work = StageMicroBatch((Group(tuple(range(4)), 2, 2, (Span(0, 0, 4096),)),), Checkpoint.NONE)
     taken = []
     for spec in (plain, mixed):
@@ -121,15 +122,16 @@ def test_linear_attention_in_chunks_is_that_of_token_by_token(delta_rule, tokens
 def test_pieces_out_of_turn_are_refused():
     states, x = ScanStates(), torch.ones(2, requires_grad=True)
     with pytest.raises(SeqloomError, match="piece 1 of document 0 goes forward, but there is no state of piece 0"):
-        states.take(KEY, 1, x)
-    out = states.leave(KEY, 0, x * 2, x * 3)
+        states.take(PIECE._replace(number=1), x)
+    assert states.take(PIECE, x) is None and states.take(None, x) is None
+    out = states.leave(PIECE, x * 2, x * 3, backward=True)
     with pytest.raises(SeqloomError, match="layer 3: piece 0 of document 0 goes backward before piece 1"):
         out.sum().backward()
 
 
 def test_a_state_that_is_left_is_reported():
     cache, x = KVCache(), torch.ones(2, requires_grad=True)
-    cache.scan_states.leave(KEY, 0, x * 2, x * 3)
+    cache.scan_states.leave(PIECE, x * 2, x * 3, backward=True)
     with pytest.raises(SeqloomError, match="states of 1 documents x scans are left, such as document 0 in layer 3"):
         cache.check_empty()
     cache.clear()

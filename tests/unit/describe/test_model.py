@@ -46,7 +46,7 @@ def spec(**changes):
     return ModelSpec(**(fields | {"gated": True, "vocabulary": 100, "tied": True} | changes))
 
 
-MIXERS = {"mixer_layers": (0, 2), "mixer_parameters": 40, "mixer_values": 16}
+MIXERS = {"mixer_layers": (0, 2), "mixer_parameters": 40, "mixer_values": 16, "mixer_exchange": 10}
 
 
 def test_mixers_stand_beside_attention_or_in_its_place():
@@ -115,6 +115,7 @@ def test_windows():
         ({**MIXERS, "mixer_layers": (1, 0)}, "rises within 0 to 3"),
         ({**MIXERS, "mixer_layers": (4,)}, "rises within 0 to 3"),
         ({**MIXERS, "mixer_values": 0}, "mixer_values = 0; it must be at least 1"),
+        ({**MIXERS, "mixer_exchange": 17}, "mixer_exchange = 17; it must be 0 to 16"),
         ({**MIXERS, "mixer_layers": ()}, "mixer_parameters = 40; it must be at least 1 with `mixer_layers`"),
         ({"active_experts": 2}, "active_experts = 2; it needs experts"),
         ({"experts": 4, "active_experts": 5, "expert_ffn": 3}, "must be 1 to 4"),

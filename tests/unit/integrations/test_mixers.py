@@ -1,6 +1,8 @@
 """Mixers of transformers that scan: whose forward is exchanged, for which calls, and what they cost."""
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,20 +53,24 @@ def test_other_recurrences_are_not_mixers():
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_the_shapes_are_those_of_the_model(name, monkeypatch):
     model = tiny_model(name)
-    spec, counted = describe_model(attach(model), name), []
-    scan = mixers.scan_documents
+    spec, counted = describe_model(attach(model), name), {"scan_documents": 0, "convolve_documents": 0}
 
-    def count(run, tensors, context, **options):
-        out = scan(run, tensors, context, **options)
-        counted.append(sum(each[0].numel() for each in (*tensors, out)))
+    def count(function, run, given, *args, **options):
+        out = getattr(originals, function)(run, given, *args, **options)
+        tensors = given if isinstance(given, list) else [given]
+        counted[function] += sum(each[0].numel() for each in (*tensors, out))
         return out
 
-    monkeypatch.setattr(mixers, "scan_documents", count)
+    originals = SimpleNamespace(**{function: getattr(mixers, function) for function in counted})
+    for function in counted:
+        monkeypatch.setattr(mixers, function, partial(count, function))
     context = bind_single_rank([4])
     model(**inputs(documents([4])[0], context.positions, context))
     heads = max(getattr(each, "num_v_heads", getattr(each, "num_heads", 0)) for each in model.modules())
-    found = sum(counted) // len(spec.mixer_layers)
-    assert found <= spec.mixer_values <= found + heads  # Mamba-2 has one gate for a head, the delta rule two
+    scanned, convolved = (values // len(spec.mixer_layers) for values in counted.values())
+    # Mamba-2 has one gate for a head, the delta rule two.
+    assert scanned <= spec.mixer_exchange <= scanned + heads and bool(scanned) == (name != "lfm2")
+    assert spec.mixer_values == spec.mixer_exchange + convolved
     scanning = [each for each in model.modules() if mixers.is_mixer(each)]
     assert len(scanning) == len(spec.mixer_layers)
     assert {sum(each.numel() for each in mixer.parameters()) for mixer in scanning} == {spec.mixer_parameters}

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from seqloom.dist.rank_tokens import Context
 from seqloom.errors import SeqloomError
+from seqloom.layout import Span
 
 
 class StateKey(NamedTuple):
@@ -24,6 +26,25 @@ class StateKey(NamedTuple):
     layer: int
     scan: str  # of several in a layer
     document: int
+
+
+class DocumentPiece(NamedTuple):
+    """A piece of a document in one scan of a layer."""
+
+    key: StateKey
+    number: int
+    last: bool
+
+
+def document_piece(span: Span, context: Context, layer: int | None, name: str) -> DocumentPiece | None:
+    """Return which piece of its document a span is in a scan of this name; None: it is the whole document."""
+    every = context.pieces.get(span.document)
+    if every is None:
+        return None
+    if layer is None:
+        raise SeqloomError(f"{name} of document {span.document}, which is in pieces: states are kept by layer; give it")
+    number = every.index(span)
+    return DocumentPiece(StateKey(layer, name, span.document), number, number == len(every) - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,17 +76,25 @@ class ScanStates:
         """Free everything."""
         self._documents.clear()
 
-    def take(self, key: StateKey, piece: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the state that a piece begins with; `like` is an input of its scan, in whose graph it is to be."""
-        return _Take.apply(like, self, key, piece)
+    def take(self, piece: DocumentPiece | None, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the state that a piece begins with; None: it is the first, or no piece.
 
-    def leave(self, key: StateKey, piece: int, out: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Keep the state after a piece for the next one; return `out`, whose backward brings the state's gradient."""
-        return _Leave.apply(out, state, self, key, piece)
+        `like` is an input of its scan, in whose graph the state is to be.
+        """
+        return None if piece is None or not piece.number else _Take.apply(like, self, piece.key, piece.number)
 
-    def free(self, key: StateKey) -> None:
-        """Drop the states of a document where no backward follows."""
-        self._documents.pop(key, None)
+    def leave(
+        self, piece: DocumentPiece | None, out: torch.Tensor, state: torch.Tensor, *, backward: bool
+    ) -> torch.Tensor:
+        """Keep the state after a piece for the next one; return `out`, whose backward brings the state's gradient.
+
+        After the last piece nothing is kept, and without a `backward` to come all of the document is dropped.
+        """
+        if piece is not None and not piece.last:
+            return _Leave.apply(out, state, self, piece.key, piece.number)
+        if piece is not None and not backward:
+            self._documents.pop(piece.key, None)
+        return out
 
     def _state(self, key: StateKey, piece: int) -> torch.Tensor:
         found = self._documents.get(key, _DocumentStates()).states.get(piece)

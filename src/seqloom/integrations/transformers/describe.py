@@ -22,7 +22,7 @@ from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
 from seqloom.integrations.transformers.checks import FEED_FORWARD_TYPES, decoder_layers, unwrap
-from seqloom.integrations.transformers.mixers import is_mixer, scanned_values
+from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, scanned_values
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
@@ -176,7 +176,8 @@ def _mixers(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
     return {
         "mixer_layers": tuple(found),
         "mixer_parameters": max(sum(each.numel() for each in mixer.parameters()) for mixer in found.values()),
-        "mixer_values": max(map(scanned_values, found.values())),
+        "mixer_values": max(map(convolved_values, found.values())) + max(map(scanned_values, found.values())),
+        "mixer_exchange": max(map(scanned_values, found.values())),
     }
 
 

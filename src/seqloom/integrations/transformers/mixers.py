@@ -2,10 +2,11 @@
 
 The forward of a mixer is projections, gates and norms, which treat every token by itself, and calls of a few functions
 of its file, which mix tokens: `SCANS`. `attach_mixers` gives each mixer, on the instance, its own forward with these
-functions exchanged for ours. Ours get the context among the keywords, as attention does, let ranks exchange tokens for
-heads (`attention.scan`), and call the model's function for the heads of this rank, one document at a time. So the
-model's own code computes, with fast kernels where transformers has found them. Only in float64, in which plans are
-compared, its scans would round to float32: there `attention.linear_attention` computes them.
+functions exchanged for ours. Ours get the context among the keywords, as attention does. Before a convolution ranks
+fetch the few rows before their own (`attention.halo`), around a scan they exchange tokens for heads (`attention.scan`);
+then they call the model's function, of a scan for their heads and one document at a time. So the model's own code
+computes, with fast kernels where transformers has found them. Only in float64, in which plans are compared, its scans
+would round to float32: there `attention.linear_attention` computes them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import softplus
 
+from seqloom.attention.halo import convolve_documents
 from seqloom.attention.linear_attention import decayed_linear_attention
 from seqloom.attention.scan import PackedDocuments, scan_documents
 from seqloom.dist import Context
-from seqloom.dist.rows import expand_runs, on_device
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
 from seqloom.models.compile import handle_object
@@ -40,19 +40,23 @@ def is_mixer(module: nn.Module) -> bool:
     return bool(found & {*SCANS}) and found <= KNOWN
 
 
-def scanned_values(mixer: Any) -> int:
-    """Return how many values of a token go into the scans of a mixer and come out.
+def convolved_values(mixer: nn.Module) -> int:
+    """Return how many values of a token go into the convolution of a mixer and come out."""
+    return 2 * sum(each.out_channels for each in mixer.modules() if isinstance(each, nn.Conv1d))
 
-    A convolution has as many channels on both sides. A scan after it reads these, keys once for every value head, and
-    gates for every head; it gives what the last projection reads.
+
+def scanned_values(mixer: Any) -> int:
+    """Return how many values of a token go into the scan of a mixer and come out; 0: it convolves only.
+
+    A scan reads what the convolution gives, keys once for every value head, and gates for every head; it gives what
+    the last projection reads.
     """
-    channels = sum(each.out_channels for each in mixer.modules() if isinstance(each, nn.Conv1d))
     if not _functions(mixer) & {*SCANS} - {"causal_conv1d_fn"}:
-        return 2 * channels
+        return 0
     heads = getattr(mixer, "num_v_heads", None) or mixer.num_heads
     repeated = 2 * (heads // mixer.num_k_heads - 1) * mixer.key_dim if hasattr(mixer, "key_dim") else 0
     last = [each for each in mixer.modules() if isinstance(each, nn.Linear)][-1]
-    return 3 * channels + repeated + 2 * heads + last.in_features
+    return convolved_values(mixer) // 2 + repeated + 2 * heads + last.in_features
 
 
 def attach_mixers(causal: nn.Module, name: str) -> None:
@@ -140,25 +144,12 @@ def _causal_conv(
     **_: Any,
 ) -> torch.Tensor:
     """Convolve channels [1, channels, tokens] with `weight` [channels, kernel], over the tokens of each document."""
-    before = weight.shape[1] - 1
 
-    def scan(given: PackedDocuments) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        rows, heads = given.tensors[0], given.heads
-        empty = rows.new_zeros((before, rows.shape[1]))
-        # Every document is preceded by the tokens that its first ones see, so that one call serves all.
-        documents = [
-            torch.cat([empty if state is None else state, each])
-            for each, state in zip(rows.split(given.lengths), given.states, strict=True)
-        ]
-        packed = torch.cat(documents).T[None]
-        out = original(packed, weight[heads], _slice(bias, heads), activation=activation)[0].T
-        lengths = np.array(given.lengths)
-        starts = np.cumsum(lengths + before) - lengths
-        kept = on_device(expand_runs(starts, lengths), rows.device)
-        return out.index_select(0, kept), [each[len(each) - before :] for each in documents]
+    def convolve(rows: torch.Tensor) -> torch.Tensor:
+        return original(pad_empty(rows).T[None], weight, bias, activation=activation)[0].T
 
-    rows = _own_rows(hidden_states.transpose(1, 2), context)
-    return _like_call(scan_documents(scan, (rows,), context, layer=layer, name="conv")).transpose(1, 2)
+    rows, before = _own_rows(hidden_states.transpose(1, 2), context), weight.shape[1] - 1
+    return _like_call(convolve_documents(convolve, rows, before, context, layer=layer, name="conv")).transpose(1, 2)
 
 
 def _gated_delta_rule(
