@@ -49,8 +49,7 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "recipe",
     [  # `test_strategies_switch_by_themselves` and `test_such_a_type_is_trained_on_processes` train the slow ones too
-        pytest.param(each, id=each.stem, marks=[pytest.mark.slow] if each.stem in SLOW else [])
-        for each in RECIPES
+        pytest.param(each, id=each.stem, marks=[pytest.mark.slow] if each.stem in SLOW else []) for each in RECIPES
     ],
 )
 def test_it_trains(seqloom_here, recipe, tmp_path):

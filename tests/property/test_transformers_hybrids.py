@@ -96,7 +96,7 @@ def run(model, ids, rounds, keep, remap):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-@settings(max_examples=5)
+@settings(max_examples=max(1, settings().max_examples // 8))
 @given(
     case=steps(),
     keep=st.sampled_from([Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL]),
