@@ -29,7 +29,7 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 IMAGE_TEXT_TYPES = (
     *("gemma3", "got_ocr2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm"),
-    *("video_llava", "vipllava"),
+    *("qwen3_5", "qwen3_5_moe", "video_llava", "vipllava"),
 )
 """Types of models of images and text that compute of text alone what their language model does; a test compares them.
 Others, such as Aya Vision, which leaves the scale of its logits out, are refused."""
