@@ -1,6 +1,7 @@
 """Mixers of transformers that scan: whose forward is exchanged, for which calls, and what they cost."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,12 +9,15 @@ import pytest
 import torch
 import transformers
 
-from seqloom.dist import bind_single_rank
+from seqloom.attention import KVCache
+from seqloom.dist import SingleRankTransport, bind, bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, inputs, mixers, model_adapter
 from seqloom.integrations.transformers.describe import describe_model
+from seqloom.layout import Span
 from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.compile import compile_layers
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import HYBRIDS, MODELS, SIZES, documents, gradients, one_by_one, targets, tiny_model
 
 torch.set_num_threads(1)
@@ -85,6 +89,38 @@ def test_tensor_parallelism_is_refused():
     adapter = model_adapter(attach(tiny_model("lfm2")))
     with pytest.raises(SeqloomError, match="mixers that scan, whose weights are not cut; plan with tensor = 1"):
         adapter.check_tp_degree(2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("name", "target"), [("lfm2", "q_proj"), ("qwen3-next", "out_proj")])
+def test_adapters_of_a_document_in_pieces(name, target, again):
+    """Mixers below the first adapter are frozen, and pass gradients of states on; a stage may be run again."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_model(name), LoraConfig(r=2, lora_dropout=0.0, target_modules=[target]))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(key)))
+    plain, (ids,), pieces = copy.deepcopy(model), documents([20]), (Span(0, 0, 8), Span(0, 8, 9), Span(0, 9, 20))
+    one_by_one(plain, [ids])
+    adapter, cache = model_adapter(attach(model)), KVCache()
+
+    def loss(piece):
+        work = StageMicroBatch((Group((0,), 1, 1, (piece,)),), Checkpoint.STAGE)
+        context = bind(work, SingleRankTransport(), pieces={0: pieces}, kv_cache=cache)
+        rows = slice(piece.start, piece.stop)
+        return ModelWithLoss(adapter)(ids[rows], targets(ids)[rows], context)
+
+    with torch.no_grad() if again else nullcontext():
+        losses = [loss(piece) for piece in pieces]
+    for piece, first in zip(reversed(pieces), reversed(losses), strict=True):
+        (loss(piece) if again else first).backward()
+    cache.check_empty()
+    wanted, found = gradients(plain), gradients(model)
+    assert wanted and all(
+        float((found[key] - each).norm()) <= 1e-5 * float(each.norm()) for key, each in wanted.items()
+    )
 
 
 @pytest.mark.slow
