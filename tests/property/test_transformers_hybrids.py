@@ -40,7 +40,10 @@ def plain_scans():
 
 @st.composite
 def steps(draw):
-    """(lengths, groups of every round): document 0 in one piece or several, others whole in any round."""
+    """(lengths, groups of every round, ranks): document 0 in one piece or several, others whole in any round.
+
+    A last rank may be in no group.
+    """
     ulysses, ring = draw(st.sampled_from(SHAPES))
     lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
     cuts = sorted(draw(st.sets(st.integers(1, lengths[0] - 1), max_size=2))) if lengths[0] > 1 else []
@@ -55,22 +58,21 @@ def steps(draw):
         whole = tuple(span for span in spans if span.document)[:apart]
         shared = tuple(span for span in spans if span not in whole)
         groups.append((Group(ranks, ulysses, ring, shared), *([Group(ranks[-1:], 1, 1, whole)] if whole else [])))
-    return lengths, groups
+    return lengths, groups, len(ranks) + draw(st.integers(0, 1))
 
 
-def moved(groups, remap):
+def moved(groups, remap, ranks):
     """The work of a round in which the rank before has the tokens outside of attention, or of the MLP."""
     work = StageMicroBatch(groups, Checkpoint.NONE)
     if remap is None:
         return work
-    layout, ranks = work.attention_layout(), len(groups[0].ranks)
+    layout = work.attention_layout()
     boxes = [((rank + 1) % ranks, *span) for rank in range(ranks) for span in layout.spans(rank)]
     return replace(work, linear=Layout.of(boxes), remap=remap)
 
 
-def run(model, ids, rounds, keep, remap):
-    """Return the loss and the gradients of a step, summed over ranks."""
-    ranks = len(rounds[0][0].ranks)
+def run(model, ids, rounds, ranks, keep, remap):
+    """Return the loss and the gradients of a step, summed over ranks; every rank has all of them."""
     models = [attach(copy.deepcopy(model)) for _ in range(ranks)]
     pieces = tuple(span for groups in rounds for group in groups for span in group.spans if span.document == 0)
     labels = [targets(each) for each in ids]
@@ -79,7 +81,7 @@ def run(model, ids, rounds, keep, remap):
         adapter, kv_cache, losses = model_adapter(models[transport.rank]), KVCache(), []
         recompute_layers(adapter.layers)
         for groups in rounds:
-            work = replace(moved(groups, remap), checkpoint=keep)
+            work = replace(moved(groups, remap, ranks), checkpoint=keep)
             context = bind(work, transport, pieces={0: pieces}, kv_cache=kv_cache)
             rows = [
                 torch.cat([each[d][a:b] for d, a, b in context.spans] or [torch.empty(0, dtype=torch.int64)])
@@ -92,6 +94,7 @@ def run(model, ids, rounds, keep, remap):
         return sum(float(loss) for loss in losses)
 
     loss = sum(run_ranks(ranks, body, strict=True))
+    assert all(parameter.grad is not None for own in models for parameter in own.parameters())
     each = [gradients(own) for own in models]
     return loss, {name: sum(found[name] for found in each) for name in each[0]}
 
@@ -106,13 +109,13 @@ def run(model, ids, rounds, keep, remap):
 )
 def test_loss_and_gradients_equal_those_of_plain_transformers(plain_scans, name, case, keep, remap, dtype):
     """In float32 the scans are those of transformers, of some heads and with states."""
-    lengths, rounds = case
+    lengths, rounds, ranks = case
     model, ids = tiny_model(name, dtype=dtype), documents(lengths)
     plain = copy.deepcopy(model)
     with plain_scans(plain) if dtype == torch.float64 else nullcontext():
         logits = one_by_one(plain, ids)
     wanted = gradients(plain)
-    loss, found = run(model, ids, rounds, keep, remap)
+    loss, found = run(model, ids, rounds, ranks, keep, remap)
     expected = sum(
         float(torch.nn.functional.cross_entropy(a, targets(b), reduction="sum", ignore_index=-100))
         for a, b in zip(logits, ids, strict=True)

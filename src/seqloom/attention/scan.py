@@ -1,8 +1,8 @@
-"""Scans over packed documents that are spread over ranks: linear attention, state spaces, short convolutions.
+"""Scans over packed documents that are spread over ranks: linear attention and state spaces.
 
-A scan goes through the tokens of a document in order, every head (or channel) by itself. So all ranks of a group, its
-Ulysses and its ring axis alike, exchange tokens for heads. Then each has every token of the group's documents, in
-order, and scans its heads as one process would:
+A scan goes through the tokens of a document in order, every head by itself. So all ranks of a group, its Ulysses and
+its ring axis alike, exchange tokens for heads. Then each has every token of the group's documents, in order, and scans
+its heads as one process would:
 
     own tokens, all heads -> all-to-all -> all tokens, own heads -> scan -> all-to-all -> own tokens, all heads
 
@@ -12,9 +12,9 @@ Of a document in pieces a rank has the same heads in every piece, so its states 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from seqloom.attention.context_parallel.scan_states import document_piece
 from seqloom.attention.context_parallel.ulysses import Ranges
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.plan import AttentionOptions, check_pieces
-from seqloom.dist.rank_tokens import BoundGroup, Context, TokenRedistribute, redistribute_tokens
+from seqloom.dist.rank_tokens import BoundGroup, Context, RowExchange, TokenRedistribute
 from seqloom.dist.rows import inverse_permutation, sort_order, take
 from seqloom.dist.tensor_parallel import RowFunction
 from seqloom.dist.transport import Transport, all_to_all
@@ -53,7 +53,8 @@ class PackedDocuments(NamedTuple):
 
 
 Scan = Callable[[PackedDocuments], tuple[torch.Tensor, Sequence[torch.Tensor]]]
-"""Returns the output [tokens, heads of this rank, ...] and the state after every document."""
+"""Returns the output [tokens, heads of this rank, ...] in the dtype of the first tensor, and the state after every
+document."""
 
 
 def scan_documents(
@@ -128,14 +129,16 @@ def _joined(outs: Sequence[torch.Tensor], groups: Sequence[BoundGroup], like: to
 
 
 def _redistribute(redistribute: TokenRedistribute, tensors: Tensors) -> Tensors:
-    """Move tensors between token layouts, those of one dtype together."""
-    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-    for number, tensor in enumerate(tensors):
-        by_dtype[tensor.dtype].append(number)
-    moved: dict[int, torch.Tensor] = {}
-    for numbers in by_dtype.values():
-        moved |= zip(numbers, redistribute_tokens(redistribute, *(tensors[each] for each in numbers)), strict=True)
-    return tuple(moved[number] for number in range(len(tensors)))
+    """Move tensors of any dtypes between token layouts, in one message.
+
+    One node of the graph moves them all: a rank in no group uses the first alone, and takes part in every exchange.
+    """
+
+    def move(exchange: RowExchange, *given: torch.Tensor) -> Tensors:
+        (rows,) = exchange(_joined_bytes(given))
+        return _split_bytes(rows, [(tuple(each.shape[1:]), each.dtype) for each in given])
+
+    return RowFunction.apply(partial(move, redistribute.to_target), partial(move, redistribute.to_source), *tensors)
 
 
 # -- the exchange of tokens for heads ---------------------------------------------------------------------------------

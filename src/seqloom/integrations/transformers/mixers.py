@@ -126,8 +126,17 @@ def _own_rows(x: torch.Tensor, context: Context) -> torch.Tensor:
     return drop_padding(x.squeeze(0), context.tokens)
 
 
-def _like_call(rows: torch.Tensor) -> torch.Tensor:
-    return pad_empty(rows)[None]
+def _like_call(rows: torch.Tensor, context: Context, *weights: torch.Tensor | None) -> torch.Tensor:
+    """Return [1, tokens, ...], with the row of `pad_empty`.
+
+    On a rank in no group, which calls no scan, the weights of a scan get gradients of zero: FSDP2 reduces those that
+    have one, and all ranks must have the same.
+    """
+    out = pad_empty(rows)[None]
+    for each in () if context.groups else weights:
+        if each is not None:
+            out = out + 0 * each.sum().to(out.dtype)
+    return out
 
 
 # -- scans ------------------------------------------------------------------------------------------------------------
@@ -149,7 +158,8 @@ def _causal_conv(
         return original(pad_empty(rows).T[None], weight, bias, activation=activation)[0].T
 
     rows, before = _own_rows(hidden_states.transpose(1, 2), context), weight.shape[1] - 1
-    return _like_call(convolve_documents(convolve, rows, before, context, layer=layer, name="conv")).transpose(1, 2)
+    out = convolve_documents(convolve, rows, before, context, layer=layer, name="conv")
+    return _like_call(out, context, weight, bias).transpose(1, 2)
 
 
 def _gated_delta_rule(
@@ -179,7 +189,7 @@ def _gated_delta_rule(
 
     tensors = [_own_rows(x, context) for x in (value, query, key, g, beta)]
     scan = partial(_one_by_one, lambda _: scan_one)
-    return _like_call(scan_documents(scan, tensors, context, layer=layer, name="delta rule")), None
+    return _like_call(scan_documents(scan, tensors, context, layer=layer, name="delta rule"), context, g), None
 
 
 def _state_space(
@@ -211,13 +221,15 @@ def _state_space(
             if x.dtype == torch.float64:
                 return _state_space_in_float64(x, steps, a[heads], b, c, state, **keywords | own)
             options = keywords | own | {"initial_states": state, "return_final_states": True}
-            return original(x, steps, a[heads], b, c, **options)
+            out, after = original(x, steps, a[heads], b, c, **options)
+            return out.to(x.dtype), after  # as fast kernels return it: transformers' own leaves it in float32
 
         return scan_one
 
     tensors = [_own_rows(x, context) for x in (hidden_states, dt, b, c)]
     scan = partial(_one_by_one, scan_heads)
-    return _like_call(scan_documents(scan, tensors, context, layer=layer, name="state space"))
+    out = scan_documents(scan, tensors, context, layer=layer, name="state space")
+    return _like_call(out, context, a, keywords.get("D"), keywords.get("dt_bias"))
 
 
 def _slice(weight: torch.Tensor | None, heads: slice) -> torch.Tensor | None:
