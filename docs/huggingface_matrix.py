@@ -4,7 +4,8 @@ python docs/huggingface_matrix.py                  renews docs/huggingface.md be
 python docs/huggingface_matrix.py phi gpt2 ...     tries these types, and leaves what the page says of the others
 
 A model that is not refused runs under plans of 1, 3 and 4 ranks, and of two stages with a document in pieces. Loss and
-gradients are compared with those of plain transformers, document by document, in float64.
+gradients are compared with those of plain transformers, document by document, in float64. Scans of transformers round
+to float32, which sums of decays do not bear well: there they are replaced by plain ones, token by token.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import sys
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import transformers
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, softplus
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -63,8 +66,28 @@ ROUTED = (
     *("mellum", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
 )
 """Types that are tried with an active router loss."""
+DELTA_RULE = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 4},
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+"""Of the gated delta rule."""
+MAMBA = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8},
+    "mamba_expand": 2,
+}
+"""Of Mamba-2."""
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA_RULE),
+    "olmo_hybrid": DELTA_RULE | {"linear_num_key_heads": 4},
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 2, "logits_scaling": 3.0},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.7, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]},
+    "nemotron_h": {
+        **{"ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8},
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    },
     **{name: {"logits_scaling": 3.0} for name in ("granite", "granitemoe", "granitemoeshared", "granite_swa")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
     "longcat_flash": LATENT | {"num_layers": 2},
@@ -102,13 +125,16 @@ def describe(config: Any) -> ModelSpec:
 
 
 def tiny_model(config: Any) -> Any:
-    """Return a model of a config in float64; parameters are drawn so wide that attention is far from uniform."""
+    """Return a model of a config in float64; parameters are drawn so wide that attention is far from uniform.
+
+    Decays of states are drawn around exp(-1): most fresh ones forget everything with the next token.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape)
-            parameter.copy_(0.3 * drawn if parameter.ndim > 1 else parameter + 0.1 * drawn)
+        for name, parameter in model.named_parameters():
+            drawn, narrow = torch.randn(parameter.shape), parameter.ndim > 1 or name.endswith("A_log")
+            parameter.copy_(0.3 * drawn if narrow else parameter + 0.1 * drawn)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products have no float64
     return model.to(torch.float64).train()
@@ -117,6 +143,45 @@ def tiny_model(config: Any) -> Any:
 def tiny_adapter(config: Any) -> ModelAdapter:
     """Return such a model, attached to the engine."""
     return model_adapter(attach(tiny_model(config)))
+
+
+# ---- Scans, token by token
+
+
+def delta_rule(q: Any, k: Any, v: Any, *, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool, **_: Any) -> Any:
+    """Gated delta rule; q, k, v are [1, tokens, heads, dim]."""
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state, outs = v.new_zeros((*k.shape[2:], v.shape[-1])), []
+    for query, key, value, decay, rate in zip(q[0], k[0], v[0], g[0], beta[0], strict=True):
+        state = decay.double().exp()[:, None, None] * state
+        known = torch.einsum("hk,hkv->hv", key, state)
+        state = state + torch.einsum("hk,hv->hkv", key, rate[:, None] * (value - known))
+        outs.append(torch.einsum("hk,hkv->hv", query * query.shape[-1] ** -0.5, state))
+    return torch.stack(outs)[None], None
+
+
+def state_space(x: Any, dt: Any, a: Any, b: Any, c: Any, **given: Any) -> Any:
+    """Mamba-2; x is [1, tokens, heads, dim], b and c are [1, tokens, groups, states]."""
+    dt = softplus(dt + given["dt_bias"]).clamp(*given["dt_limit"])
+    b, c = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (b, c))
+    state, outs = x.new_zeros((*x.shape[2:], b.shape[-1])), []
+    for value, step, key, query in zip(x[0], dt[0], b[0], c[0], strict=True):
+        written = torch.einsum("hp,hn->hpn", step[:, None] * value, key)
+        state = (step * a).exp()[:, None, None] * state + written
+        outs.append(torch.einsum("hpn,hn->hp", state, query) + given["D"][:, None] * value)
+    return torch.stack(outs)[None]
+
+
+@contextmanager
+def plain_scans(model: Any) -> Iterator[None]:
+    """Replace the scans in the file of a model of transformers."""
+    file, own = sys.modules[type(model).__module__], (delta_rule, state_space)
+    with ExitStack() as stack:
+        for name, scan in zip(("torch_chunk_gated_delta_rule", "mamba2_chunk_scan"), own, strict=True):
+            if hasattr(file, name):
+                stack.enter_context(patch.object(file, name, scan))
+        yield
 
 
 # ---- What they compute
@@ -140,7 +205,8 @@ def plain_outcome(config: Any, source: Source) -> StepOutcome:
     loss, valid, routed = torch.zeros((), dtype=torch.float64), int(source.valid.sum()), []
     for document, length in enumerate(LENGTHS):
         ids, labels = (torch.tensor(np.array(each)) for each in source.rows(document, 0, length))
-        found = model(input_ids=ids[None], use_cache=False)
+        with plain_scans(model):
+            found = model(input_ids=ids[None], use_cache=False)
         loss = loss + cross_entropy(found.logits[0], labels, reduction="sum", ignore_index=IGNORE_INDEX) / valid
         routed.append(getattr(found, "router_logits", None))
     if getattr(config, "output_router_logits", False):  # of all documents

@@ -45,7 +45,11 @@ def test_nothing_is_wrong_and_most_of_what_is_trained_is_exact():
 
 
 @pytest.mark.parametrize(
-    "model_type", ["ernie4_5", "opt", "hunyuan_v1_moe", "diffllama", "gpt_oss", "phi", "llama4_text", "mixtral"]
+    "model_type",
+    [
+        *("ernie4_5", "opt", "hunyuan_v1_moe", "diffllama", "gpt_oss", "phi", "llama4_text", "mixtral"),
+        *("qwen3_next", "falcon_h1"),
+    ],
 )
 def test_types_of_every_kind(matrix, model_type):
     assert matrix.try_type(model_type) == matrix.what_page_says(PAGE)[model_type]
@@ -70,11 +74,11 @@ def test_shapes_from_the_config_are_those_of_the_modules(matrix, tmp_path, model
     assert by_modules == by_config
 
 
-@pytest.fixture(scope="module")
-def folder(matrix, tmp_path_factory):
-    """A recipe, and the folder of a type that no table has."""
+@pytest.fixture(scope="module", params=["ernie4_5", "lfm2"])
+def folder(request, matrix, tmp_path_factory):
+    """A recipe, and the folder of a type that no table has: one with attention alone, one with convolutions."""
     place = tmp_path_factory.mktemp("other")
-    config = matrix.tiny_config("ernie4_5")
+    config = matrix.tiny_config(request.param)
     config.vocab_size = 257
     config.save_pretrained(place / "model")
     recipe = RECIPE.read_text().replace('spec = "models/tiny.toml" ', 'huggingface = "model"')
@@ -108,4 +112,5 @@ def test_such_a_type_is_trained_on_processes_and_saved(seqloom_here, folder):
     sets = [word for each in (*SMALL, *more, f"run.output={folder / 'out'}") for word in ("--set", each)]
     done = seqloom_here("train", folder / "recipe.toml", "--ranks", "2", *sets)
     assert done.returncode == 0, done.stderr
-    assert json.loads((folder / "out" / "model" / "config.json").read_text())["model_type"] == "ernie4_5"
+    said, trained = (json.loads((folder / each / "config.json").read_text()) for each in ("model", "out/model"))
+    assert trained["model_type"] == said["model_type"]

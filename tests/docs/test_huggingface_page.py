@@ -26,6 +26,10 @@ SUPPORTED = (
     ("tied and untied heads", "`head(model)` says which"),
     ("logits scaled or capped after the head", "inside the loss: `head(model).logits` says how"),
     ("a head with a bias", "inside the loss, with its gradient: `head(model).bias`"),
+    (
+        "layers that scan: short convolutions, gated delta rules, Mamba-2",
+        "the model's own code; a group's ranks exchange tokens for heads, or the few tokens before their own",
+    ),
     ("LoRA through peft", "attach the wrapped model"),
     (
         "dropout modules in layers, those of LoRA among them",

@@ -36,13 +36,38 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 """Name -> family of classes in transformers, and what its config has beside `SIZES`."""
+HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "head_dim": 8},
+            **{"linear_value_head_dim": 4, "num_experts": 0, "layer_types": ["linear_attention", "full_attention"]},
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {
+            **{"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8},
+            "attn_layer_indices": [1],
+        },
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        {
+            **{"mamba_n_heads": 3, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 6, "mamba_chunk_size": 8},
+            **{"mamba_d_ssm": 24, "lm_head_multiplier": 0.7, "embedding_multiplier": 1.3},
+        },
+    ),
+}
+"""Models with layers that scan: convolution, gated delta rule, Mamba-2 in the place of attention and beside it."""
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
     """Return a causal model of `MODELS` in training mode; `changes` are keys of its config."""
     import transformers
 
-    family, extra = MODELS[name]
+    family, extra = {**MODELS, **HYBRIDS}[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **extra, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     if name == "mixtral":
@@ -52,11 +77,15 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, 
 
 @torch.no_grad()
 def randomised(model: nn.Module, seed: int) -> nn.Module:
-    """Draw all parameters so wide that attention is far from uniform, and biases and norms matter."""
+    """Draw all parameters so wide that attention is far from uniform, and biases and norms matter.
+
+    Decays of states are drawn around exp(-1): most fresh ones forget everything with the next token.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(0.3 * drawn if parameter.ndim > 1 else parameter + 0.1 * drawn)
+        narrow = parameter.ndim > 1 or name.endswith("A_log")
+        parameter.copy_(0.3 * drawn if narrow else parameter + 0.1 * drawn)
     return model
 
 

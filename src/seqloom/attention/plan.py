@@ -304,11 +304,11 @@ def _check_call(context: Context, heads: int, kv_heads: int, options: AttentionO
                 f"ulysses {group.ulysses} on ranks {group.ranks} with {heads} heads: every rank needs a query head; "
                 f"plan with ulysses of at most {heads} and a ring for the rest"
             )
-        _check_pieces(context, group, options)
+        check_pieces(context, group, options)
     _check_options(options)
 
 
-def _check_pieces(context: Context, group: Group, options: AttentionOptions) -> None:
+def check_pieces(context: Context, group: Group, options: AttentionOptions) -> None:
     """Refuse documents whose other pieces cannot be reached."""
     for document, start, _ in group.spans:
         if document not in context.pieces:

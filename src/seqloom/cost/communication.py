@@ -54,7 +54,7 @@ class GroupTraffic(NamedTuple):
     """Messages of a group by kind: which use NVLink and which the network.
 
     With Ulysses, in a gather and in a tensor parallel group a rank sends one message to each of its peers, in a ring
-    one to its successor.
+    one to its successor. ``everyone`` counts one to each other rank of the group.
     """
 
     ulysses: MessageCounts = MessageCounts()
@@ -64,6 +64,7 @@ class GroupTraffic(NamedTuple):
     proxies: int = 0  # per node, of the route that the ring or gather takes; 0: every rank uses its own NIC
     slices: int = 1  # of that route
     tensor: MessageCounts = MessageCounts()
+    everyone: MessageCounts = MessageCounts()
 
 
 @lru_cache(maxsize=8192)
@@ -86,10 +87,11 @@ def group_traffic(
 
     messages = _messages(node.reshape(shape.ring, -1, tensor))
     ulysses, ring, gather, gather_once, peers = (counts(*pair) for pair in messages)
+    far = (node[:, None] != node[None, :]).sum(axis=1)
     proxies, slices = 0, 1
     if route is not None and gather.node_out:
         proxies, slices = len(route.proxies) // len(np.unique(node)), route.slices
-    return GroupTraffic(ulysses, ring, gather, gather_once, proxies, slices, peers)
+    return GroupTraffic(ulysses, ring, gather, gather_once, proxies, slices, peers, counts(len(ranks) - 1 - far, far))
 
 
 def nodes_and_nics(ranks: Sequence[int], nic_of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +128,8 @@ def nic_load(
 ) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
     """Find the (node, NIC in it) that a group uses, and how much of what the busiest one carries.
 
-    The latter are float64[n] shares from 0 to 1 of Ulysses, keys and values, tensor. Arguments as `group_traffic`.
+    The latter are float64[n] shares from 0 to 1 of Ulysses, keys and values, tensor, mixers. Arguments as
+    `group_traffic`.
     """
     nics = max(nic_of) + 1
     node, nic = nodes_and_nics(ranks, nic_of)
@@ -138,8 +141,10 @@ def nic_load(
     if route is not None:  # every proxy of a node carries the same
         node_out = np.bincount(node, weights=keys, minlength=every // nics)
         kv = np.bincount(proxy_nic, weights=node_out[proxy_node], minlength=every)
-    used = np.flatnonzero(ulysses + kv + tensor_load)
-    return divmod(used, nics), [load[used] / max(load.max(), 1.0) for load in (ulysses, kv, tensor_load)]
+    everyone = np.bincount(nic, weights=(node[:, None] != node[None, :]).sum(axis=1), minlength=every)
+    every_load = (ulysses, kv, tensor_load, everyone)
+    used = np.flatnonzero(sum(every_load))
+    return divmod(used, nics), [load[used] / max(load.max(), 1.0) for load in every_load]
 
 
 def nic_proxies(ranks: Sequence[int], nic_of: tuple[int, ...]) -> tuple[int, ...]:
@@ -244,7 +249,7 @@ class Communication:
         """
         query = -(-self.model.heads // shape.ulysses) * shape.ulysses
         values, _ = attention_exchanges(query, self._kv_heads(shape), checkpoint)
-        return self.model.layers * values * self.model.head_dim * ACTIVATION_BYTES / shape.degree
+        return self.model.attention_layers * values * self.model.head_dim * ACTIVATION_BYTES / shape.degree
 
     def ulysses(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of the all-to-all of heads."""
@@ -256,14 +261,14 @@ class Communication:
         if shape.ulysses == 1:
             return 0.0
         latency = self.latency("all_to_all", traffic.ulysses.node_out > 0, (shape.ulysses - 1).bit_length())
-        return self.model.layers * attention_exchanges(0, 0, checkpoint)[1] * latency
+        return self.model.attention_layers * attention_exchanges(0, 0, checkpoint)[1] * latency
 
     # keys and values: they rotate in a ring behind attention, or an all-gather brings them all before it
 
     def ring_bytes(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
         """Bytes per token and GPU of a ring: K and V go r-1 steps in every pass, dK and dV r steps in float32."""
         forward = passes(checkpoint) * (shape.ring - 1) / shape.ring * self._kv_values(shape) * ACTIVATION_BYTES
-        return self.model.layers * (forward + self._kv_values(shape) * KV_GRADIENT_BYTES)
+        return self.model.attention_layers * (forward + self._kv_values(shape) * KV_GRADIENT_BYTES)
 
     def kv(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of sharing keys and values. A ring moves at the pace of its slowest link.
@@ -274,7 +279,7 @@ class Communication:
         """
         if shape.method == Method.RING:
             return self._kv_flow(self.ring_bytes(shape, checkpoint), "p2p", traffic, traffic.ring, traffic.ring)
-        message = self.model.layers * self._kv_values(shape) / shape.ring
+        message = self.model.attention_layers * self._kv_values(shape) / shape.ring
         keys, gradients = passes(checkpoint) * ACTIVATION_BYTES * message, KV_GRADIENT_BYTES * message
         crossing = traffic.gather_once if traffic.proxies else traffic.gather
         forward = self._kv_flow(keys, "collective", traffic, crossing, traffic.gather)
@@ -290,8 +295,8 @@ class Communication:
             return 0.0
         if shape.method == Method.RING:
             steps = (passes(checkpoint) - 1) * (shape.ring - 1) + shape.ring + 1
-            return self.model.layers * steps * self._exchange_latency("p2p", traffic, traffic.ring, 0)
-        calls = self.model.layers * (passes(checkpoint) + 1)
+            return self.model.attention_layers * steps * self._exchange_latency("p2p", traffic, traffic.ring, 0)
+        calls = self.model.attention_layers * (passes(checkpoint) + 1)
         return calls * self._exchange_latency("collective", traffic, traffic.gather, shape.ring - 1)
 
     def gathered_kv(self, shape: GroupShape) -> float:
@@ -301,7 +306,7 @@ class Communication:
         """
         if shape.method != Method.GATHER or shape.ring == 1:
             return 0.0
-        size = self.model.layers * self._kv_values(shape) * KV_GRADIENT_BYTES
+        size = self.model.attention_layers * self._kv_values(shape) * KV_GRADIENT_BYTES
         return size / MIB * self.profile.gathered_us * 1e3
 
     def prefix(self, shape: GroupShape) -> float:
@@ -340,6 +345,22 @@ class Communication:
     def _kv_values(self, shape: GroupShape) -> float:
         """Values of K and V per token and layer that a Ulysses rank holds."""
         return 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
+
+    # mixers: all ranks of a group exchange tokens for heads, whatever its Ulysses and ring; a convolution fetches a few
+    # rows only
+
+    def mixers(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
+        """ns per token of what goes into the scans of mixers and comes out, which a recomputed layer repeats."""
+        values = mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_exchange
+        message = values * ACTIVATION_BYTES / shape.degree**2
+        return direct_flow(traffic.everyone, *self.message_ns(message, "all_to_all"))
+
+    def mixer_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
+        """ns per round: in every pass a convolution's halo, a scan's exchange in and one out."""
+        if shape.degree == 1:
+            return 0.0
+        calls = mixer_passes(checkpoint) * len(self.model.mixer_layers) * (3 if self.model.mixer_exchange else 1)
+        return calls * self.latency("all_to_all", traffic.everyone.node_out > 0, (shape.degree - 1).bit_length())
 
     # tensor parallelism: each half of a layer, attention and the feed-forward, all-gathers its input (hidden states)
     # from the tensor parallel group and sends partial sums of its output to the ranks that own the rows (an
@@ -443,6 +464,11 @@ def cp_shape(shape: GroupShape, tensor: int) -> GroupShape:
 def passes(checkpoint: Checkpoint) -> int:
     """Passes through attention: forward, backward, and once more where all is recomputed."""
     return 3 if checkpoint == Checkpoint.FULL else 2
+
+
+def mixer_passes(checkpoint: Checkpoint) -> int:
+    """Passes through a mixer: forward, backward, and once more where a layer is recomputed, attention or not."""
+    return 3 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 2
 
 
 def attention_exchanges(query: int, kv: int, checkpoint: Checkpoint) -> tuple[int, int]:

@@ -34,19 +34,24 @@ class LayerValues(NamedTuple):
 
 @lru_cache(maxsize=64)
 def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
-    """One entry per layer: attention and feed-forward with their norms and residuals.
+    """One entry per layer: attention or mixer, and feed-forward, with their norms and residuals.
 
     Saved: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
     attention reads it as the kernel left it, and the projection after it as it came back. Touched: a norm reads and
-    writes, a residual reads two and writes one, rotary reads and writes q and k.
+    writes, a residual reads two and writes one, rotary reads and writes q and k. What goes into the convolution
+    and the scan of a mixer and comes out is saved, and touched twice.
 
     Tensor ranks save the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
     and their own part of the feed-forward they save all these tokens, which is as much as all of it for their own.
     """
     query, kv = attention_widths(model)
-    saved = (2 + 2 * tensor) * model.hidden + 3 * query + 2 * kv
-    touched = 10 * model.hidden + 2 * (query + kv)
-    return tuple(LayerValues(saved + ffn.saved, touched + ffn.touched) for ffn in feed_forward_values(model))
+    mixers, values = frozenset(model.mixer_layers), []
+    for layer, (ffn, window) in enumerate(zip(feed_forward_values(model), model.windows, strict=True)):
+        attends, mixed = window != 0, model.mixer_values if layer in mixers else 0
+        saved = (2 + 2 * tensor) * model.hidden + attends * (3 * query + 2 * kv) + mixed
+        touched = 10 * model.hidden + attends * 2 * (query + kv) + 2 * mixed
+        values.append(LayerValues(saved + ffn.saved, touched + ffn.touched))
+    return tuple(values)
 
 
 def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
@@ -124,7 +129,12 @@ class Compute:
             model,
             profile.matmul_tflops,
             cluster.device.hbm_gb_s * profile.memory_efficiency,
-            tuple(sorted(Counter(model.masks).items(), key=lambda item: [each or 0 for each in item[0]])),
+            tuple(
+                sorted(
+                    Counter(mask for mask in model.masks if mask[0] != 0).items(),
+                    key=lambda item: [each or 0 for each in item[0]],
+                )
+            ),
             {forwards: LengthCurve.of(profile.attention, forwards) for forwards in (1, 2)},
             {forwards: LengthCurve.of(profile.tile, forwards) for forwards in (1, 2)},
             profile.float8_speedup if float8 else 1.0,
@@ -136,7 +146,7 @@ class Compute:
 
     def feed_forward(self, checkpoint: Checkpoint) -> float:
         """ns per token of what ``linear`` spends in feed-forward layers."""
-        parameters = self._matmul_parameters - self.model.layers * self.model.attention_parameters
+        parameters = self._matmul_parameters - self.model.mixing_parameters
         return self._layers_ns(parameters, feed_forward_values(self.model), checkpoint)
 
     def _layers_ns(self, parameters: int, values: tuple[LayerValues, ...], checkpoint: Checkpoint) -> float:

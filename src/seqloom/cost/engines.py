@@ -90,9 +90,9 @@ class CostEngine(ABC):
         """ns per token in front of a piece that its keys and values take on the links."""
         return {}
 
-    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow]:
-        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor ranks."""
-        return Flow(), Flow(), Flow()
+    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow, Flow]:
+        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor, mixer."""
+        return Flow(), Flow(), Flow(), Flow()
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
@@ -174,8 +174,9 @@ class AnalyticEngine(CostEngine):
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
         return {
             "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + exposed * (gather + reduce),
-            "steps": layers * steps * 1e3 + exposed * ring,
-            "ulysses": self.links.ulysses_latency(cp, traffic, checkpoint),
+            "steps": self.model.attention_layers * steps * 1e3 + exposed * ring,
+            "ulysses": self.links.ulysses_latency(cp, traffic, checkpoint)
+            + self.links.mixer_latency(shape, traffic, checkpoint),
             "ring": ring,
             "gather": gather,
             "reduce": reduce,
@@ -185,16 +186,16 @@ class AnalyticEngine(CostEngine):
 
     def token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
         """ns per token of the group, without attention."""
-        ulysses, kv, tensor = self.flows(shape, policy, traffic)
+        ulysses, kv, tensor, mixers = self.flows(shape, policy, traffic)
         sums = self.compute.tensor_sums(self.tensor, tensor_gathers(policy.checkpoint))
         rates = self.prefix_token_ns(shape, policy, traffic)
         rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
         return rates | {
             "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree,
             "head": self.compute.head() / shape.degree,
-            "ulysses": ulysses.time,
-            "network": ulysses.network + kv.network + tensor.network,
-            "link": ulysses.link + kv.link + tensor.link,
+            "ulysses": ulysses.time + mixers.time,
+            "network": ulysses.network + kv.network + tensor.network + mixers.network,
+            "link": ulysses.link + kv.link + tensor.link + mixers.link,
             "tensor": tensor.time,
         }
 
@@ -210,15 +211,15 @@ class AnalyticEngine(CostEngine):
             "link": kv.link,
         }
 
-    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow]:
-        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor ranks.
+    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow, Flow]:
+        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor, mixers.
 
         A tensor rank has tensor times as many tokens of 1 / tensor of the heads: as many values as if it had its own
         tokens of all heads.
         """
         links, cp = self.links, cp_shape(shape, self.tensor)
         seen = traffic, policy.checkpoint
-        return links.ulysses(cp, *seen), links.kv(cp, *seen), links.tensor(shape, *seen)
+        return links.ulysses(cp, *seen), links.kv(cp, *seen), links.tensor(shape, *seen), links.mixers(shape, *seen)
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """Around attention all linear layers move, around the feed-forward only these."""
@@ -240,9 +241,10 @@ class AnalyticEngine(CostEngine):
         return np.stack(rows)
 
     def _kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
-        """float64[n] ns of so many kernel calls for each document, however many heads."""
+        """float64[n] ns of so many attention calls for each document, and a scan by each mixer, however many heads."""
         again = 4 / 3 if policy.checkpoint == Checkpoint.FULL else 1.0
-        return np.where(lengths > 0, self.model.layers * calls * again * self.profile.document_us * 1e3, 0.0)
+        total = self.model.attention_layers * calls + len(self.model.mixer_layers)
+        return np.where(lengths > 0, total * again * self.profile.document_us * 1e3, 0.0)
 
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns: kernels are called once more and their results merged; gradients of the prefix are added up.
@@ -251,7 +253,7 @@ class AnalyticEngine(CostEngine):
         """
         calls = self._kernel_call_ns(prefix, shape.kernel_calls, policy)
         again = 3 / 2 if policy.checkpoint == Checkpoint.FULL else 1.0
-        merging = self.model.layers * again * self.profile.piece_us * 1e3
+        merging = self.model.attention_layers * again * self.profile.piece_us * 1e3
         met = sum(
             layers * np.minimum(prefix if chunk is None else prefix % chunk, window or np.inf)
             for (window, chunk), layers in self.compute.masks

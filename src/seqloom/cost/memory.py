@@ -253,7 +253,8 @@ def kv_cache_bytes(cost: CostModel, layers: LayerRange, group: Group, tokens: in
     """
     model, tensor = cost.model, cost.tensor
     heads = kv_heads_per_rank(model.heads // tensor, model.kv_heads // tensor, group.ulysses // tensor)
-    values = 2 * heads * model.head_dim * -(-tokens // group.ring) * (layers.stop - layers.first)
+    attending = -(-(layers.stop - layers.first) * model.attention_layers // model.layers)  # in stages of any layers
+    values = 2 * heads * model.head_dim * -(-tokens // group.ring) * attending
     return ACTIVATION_BYTES * values, KV_GRADIENT_BYTES * values
 
 

@@ -239,10 +239,11 @@ def _nic_ns(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy, networ
     for k in np.flatnonzero(network):
         group = work.groups[k]
         shape, traffic = cost.shape_and_traffic(group)
-        heads, keys, tensor = (flow.network for flow in cost.engine.flows(shape, policy, traffic))
+        flows = [flow.network for flow in cost.engine.flows(shape, policy, traffic)]
         route = group.route if shape.routed else None
         places, loads = nic_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
-        share = (heads * loads[0] + keys * loads[1] + tensor * loads[2]) / (heads + keys + tensor)
+        heads, keys, tensor, mixers = (flow * load for flow, load in zip(flows, loads, strict=True))
+        share = (heads + keys + tensor + mixers) / sum(flows)
         taken[places] += (int(network[k]) * share).astype(np.int64)
     return taken
 

@@ -17,7 +17,9 @@ class ModelSpec:
 
     A layer is attention (``heads`` query heads, ``kv_heads`` key/value heads of ``head_dim``) and a
     feed-forward: a dense one of width ``ffn`` or, in ``moe_layers``, a router over ``experts`` of width
-    ``expert_ffn``, of which a token takes ``active_experts``, beside one of width ``shared_ffn`` for all.
+    ``expert_ffn``, of which a token takes ``active_experts``, beside one of width ``shared_ffn`` for all. In
+    ``mixer_layers`` a mixer scans the tokens (linear attention, state space, short convolution), beside attention or in
+    its place.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
@@ -35,7 +37,8 @@ class ModelSpec:
     tied: bool
     """Input embedding and output projection are one matrix."""
     windows: tuple[int | None, ...] = ()
-    """For each layer, how many tokens a query sees, itself included; None: all before it. () is all None."""
+    """For each layer, how many tokens a query sees, itself included; None: all before it; 0: the layer does not attend.
+    () is all None."""
     experts: int = 0
     active_experts: int = 0
     expert_ffn: int = 0
@@ -48,6 +51,14 @@ class ModelSpec:
     """For each layer, the tokens of a chunk inside of which tokens see each other; None: no chunks. () is all None."""
     causal: bool = True
     """A token sees the tokens before it; False: its whole document (bidirectional), which is then never in pieces."""
+    mixer_layers: tuple[int, ...] = ()
+    """Indices of the layers with a mixer, ascending."""
+    mixer_parameters: int = 0
+    """Weights of a mixer."""
+    mixer_values: int = 0
+    """Values of a token that go into the convolution and the scan of a mixer and come out."""
+    mixer_exchange: int = 0
+    """Those of the scan, which a group's ranks exchange for heads; 0: there is a convolution alone."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -56,18 +67,19 @@ class ModelSpec:
             object.__setattr__(self, "moe_layers", tuple(range(self.layers)))
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
-        dense = len(self.moe_layers) < self.layers
+        dense = len(self.moe_layers) < self.layers and not self.mixer_layers  # hybrids have layers without feed-forward
         self._require(self.ffn >= (1 if dense else 0), "ffn", "must be at least 1 where a layer is dense")
         self._require(self.heads % self.kv_heads == 0, "kv_heads", f"must divide the {self.heads} query heads")
         self._require(len(self.windows) == self.layers, "windows", f"needs one entry for each of {self.layers} layers")
-        self._require(all(w is None or w >= 1 for w in self.windows), "windows", "holds None or at least 1 token")
-        windowless = self.causal or set(self.windows) == {None}
+        self._require(all(w is None or w >= 0 for w in self.windows), "windows", "holds None or 0 tokens or more")
+        windowless = self.causal or set(self.windows) <= {None, 0}
         self._require(windowless, "windows", "holds None alone where causal = False: a window counts back")
         chunks = self.attention_chunks
         legal = not chunks or (len(chunks) == self.layers and all(chunk is None or chunk >= 1 for chunk in chunks))
         rule = f"is empty, or holds None or at least 1 token for all {self.layers} layers"
         self._require(legal, "attention_chunks", rule)
         self._check_experts()
+        self._check_mixers()
 
     def _check_experts(self) -> None:
         if not self.experts:
@@ -79,6 +91,18 @@ class ModelSpec:
         self._require(self.shared_ffn >= 0, "shared_ffn", "must be 0 or more")
         legal = sorted(set(self.moe_layers)) == list(self.moe_layers) and self.moe_layers[0] >= 0
         self._require(legal and self.moe_layers[-1] < self.layers, "moe_layers", f"rises within 0 to {self.layers - 1}")
+
+    def _check_mixers(self) -> None:
+        legal = sorted(set(self.mixer_layers)) == list(self.mixer_layers)
+        inside = all(0 <= layer < self.layers for layer in self.mixer_layers)
+        self._require(legal and inside, "mixer_layers", f"rises within 0 to {self.layers - 1}")
+        for name in ("mixer_parameters", "mixer_values"):
+            rule = "must be at least 1 with `mixer_layers`, and is 0 without"
+            self._require((getattr(self, name) >= 1) == bool(self.mixer_layers), name, rule)
+        within = 0 <= self.mixer_exchange <= self.mixer_values
+        self._require(within, "mixer_exchange", f"must be 0 to {self.mixer_values}, as `mixer_values` says")
+        self._require(self.attention_layers >= 1, "windows", "needs a layer with attention")
+        self._require(0 not in self.windows or bool(self.mixer_layers), "windows", "holds 0 only beside mixers")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
@@ -118,24 +142,29 @@ class ModelSpec:
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return sum(window != 0 for window in self.windows)
+
+    @property
     def tensor_degrees(self) -> tuple[int, ...]:
         """Legal tensor-parallel degrees, ascending: they divide query heads, key/value heads and the feed-forward.
 
-        Experts are not cut: a model that has some knows degree 1 only.
+        Experts and mixers are not cut: a model that has some knows degree 1 only.
         """
-        if self.experts:
+        if self.experts or self.mixer_layers:
             return (1,)
         return tuple(t for t in range(1, self.kv_heads + 1) if self.kv_heads % t == 0 and self.ffn % t == 0)
 
     def check_tensor(self, degree: int) -> None:
         """Refuse a tensor degree that heads, widths or experts do not allow."""
         divides = degree >= 1 and self.kv_heads % degree == 0 and self.ffn % degree == 0
-        if degree == 1 or (divides and not self.experts):
+        if degree == 1 or (divides and not self.experts and not self.mixer_layers):
             return
         legal = self.tensor_degrees
         nearest = min(legal, key=lambda t: (abs(t - degree), t))
         rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and a feed-forward of {self.ffn}"
-        why = "experts are not cut" if self.experts else rule
+        why = "experts are not cut" if self.experts else "mixers are not cut" if self.mixer_layers else rule
         raise SeqloomError(f"model {self.name}: tensor degree {degree}; {why}; use {nearest}")
 
     def layer_parameters(self, layer: int, tensor: int = 1) -> int:
@@ -143,21 +172,26 @@ class ModelSpec:
 
         Matrices are cut, norms and biases are whole on every rank.
         """
-        matrices = self._layer(layer in self.moe_layers, self.experts) - self._vectors
-        return matrices // tensor + self._vectors
+        mixing = self.attention_parameters if self.windows[layer] != 0 else 0
+        mixing += self.mixer_parameters if layer in self.mixer_layers else 0
+        return (mixing + self._feed_forward(layer in self.moe_layers, self.experts)) // tensor + self._vectors
 
-    def _layer(self, sparse: bool, experts: int) -> int:
+    @property
+    def mixing_parameters(self) -> int:
+        """Weights of attention and mixers, all layers."""
+        return self.attention_layers * self.attention_parameters + len(self.mixer_layers) * self.mixer_parameters
+
+    def _feed_forward(self, sparse: bool, experts: int) -> int:
         matrices = 3 if self.gated else 2
-        if sparse:
-            router = self.hidden * self.experts
-            feed_forward = matrices * self.hidden * (experts * self.expert_ffn + self.shared_ffn) + router
-        else:
-            feed_forward = matrices * self.hidden * self.ffn
-        return self.attention_parameters + feed_forward + self._vectors
+        if not sparse:
+            return matrices * self.hidden * self.ffn
+        return matrices * self.hidden * (experts * self.expert_ffn + self.shared_ffn) + self.hidden * self.experts
 
     def _all_layers(self, experts: int) -> int:
         sparse = len(self.moe_layers)
-        return sparse * self._layer(True, experts) + (self.layers - sparse) * self._layer(False, experts)
+        dense = (self.layers - sparse) * self._feed_forward(False, experts)
+        feed_forward = sparse * self._feed_forward(True, experts) + dense
+        return self.mixing_parameters + feed_forward + self.layers * self._vectors
 
     @property
     def _vectors(self) -> int:

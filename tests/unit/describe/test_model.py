@@ -46,6 +46,19 @@ def spec(**changes):
     return ModelSpec(**(fields | {"gated": True, "vocabulary": 100, "tied": True} | changes))
 
 
+MIXERS = {"mixer_layers": (0, 2), "mixer_parameters": 40, "mixer_values": 16, "mixer_exchange": 10}
+
+
+def test_mixers_stand_beside_attention_or_in_its_place():
+    plain, beside, instead = spec(), spec(**MIXERS), spec(**MIXERS, windows=(0, None, 0, None))
+    assert beside.parameters() == plain.parameters() + 80
+    assert instead.parameters() == beside.parameters() - 2 * plain.attention_parameters
+    assert sum(instead.layer_parameters(layer) for layer in range(4)) == instead.parameters() - 100 * 64 - 64
+    assert instead.attention_layers == 2 and instead.tensor_degrees == (1,)
+    with pytest.raises(SeqloomError, match="tensor degree 2; mixers are not cut; use 1"):
+        beside.check_tensor(2)
+
+
 @pytest.mark.parametrize("name", TOTALS)
 def test_totals(name):
     assert MODELS[name].parameters(8192) == pytest.approx(TOTALS[name] * 1e9, rel=0.01)
@@ -105,7 +118,14 @@ def test_attention_chunks():
         ({"kv_heads": 3}, "kv_heads = 3; it must divide the 8 query heads"),
         ({"ffn": 0}, "ffn = 0"),
         ({"windows": (1, 2)}, "needs one entry for each of 4 layers"),
-        ({"windows": (0, 1, 1, 1)}, "None or at least 1 token"),
+        ({"windows": (-1, 1, 1, 1)}, "None or 0 tokens or more"),
+        ({"windows": (0, 1, 1, 1)}, "0 only beside mixers"),
+        ({"windows": (0,) * 4, **MIXERS}, "needs a layer with attention"),
+        ({**MIXERS, "mixer_layers": (1, 0)}, "rises within 0 to 3"),
+        ({**MIXERS, "mixer_layers": (4,)}, "rises within 0 to 3"),
+        ({**MIXERS, "mixer_values": 0}, "mixer_values = 0; it must be at least 1"),
+        ({**MIXERS, "mixer_exchange": 17}, "mixer_exchange = 17; it must be 0 to 16"),
+        ({**MIXERS, "mixer_layers": ()}, "mixer_parameters = 40; it must be at least 1 with `mixer_layers`"),
         ({"active_experts": 2}, "active_experts = 2; it needs experts"),
         ({"experts": 4, "active_experts": 5, "expert_ffn": 3}, "must be 1 to 4"),
         ({"experts": 4, "active_experts": 2}, "expert_ffn = 0"),

@@ -89,16 +89,19 @@ class Decoder(nn.Module):
     def __init__(self, odd=""):
         super().__init__()
         self.odd = odd
-        self.embed, self.norm, self.turn = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Identity()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.embed, self.norm, self.turn = nn.Embedding(7, 4), nn.LayerNorm(4), Turn()
+        self.layers = nn.ModuleList(Layer(odd == "pairs") for _ in range(3))
 
     def forward(self, input_ids, position_ids, use_cache, seqloom_context):
         x = self.embed(input_ids)
         x = x * 2 if self.odd == "factor" else x
-        table = self.turn(position_ids)
+        axes = position_ids[None].expand(3, -1, -1)[1:] if self.odd == "axes" else position_ids
+        table = self.turn(axes[:, :1] if self.odd == "first position" else axes)
         for number, layer in enumerate(self.layers[:2] if self.odd == "skipped" else self.layers):
             own = {"own": x + 0} if self.odd == "own input" else {}
             x = layer(x, table=table, number=number, context=seqloom_context, **own)
+            if self.odd == "pairs":
+                x, _ = x
             if self.odd == "in place" and number == 0:
                 x += 1
             if self.odd == "between":
@@ -111,16 +114,24 @@ class Decoder(nn.Module):
         return BaseModelOutput(last_hidden_state=2 * x if self.odd == "result" else x)
 
 
+class Turn(nn.Module):
+    def forward(self, positions):
+        return positions.sum(0) if positions.ndim == 3 else positions
+
+
 class Layer(nn.Linear):
-    def __init__(self):
+    def __init__(self, returns_pair):
         super().__init__(4, 4)
+        self.returns_pair = returns_pair
 
     def forward(self, x, table, number, context, own=None):
-        return x + super().forward(x) * table[..., None] * number
+        x = x + super().forward(x) * table[..., None] * number
+        return (x, None) if self.returns_pair else x
 
 
-def test_a_decoder_of_any_make():
-    decoder = Decoder()
+@pytest.mark.parametrize("make", ["", "pairs", "axes"])
+def test_a_decoder_of_any_make(make):
+    decoder = Decoder(make)
     parts = split_decoder(decoder, decoder.embed, tuple(decoder.layers))
     context, ids = bind_single_rank((3, 2)), torch.arange(5)
     wanted = decoder(ids[None], context.positions[None], False, context).last_hidden_state[0]
@@ -134,6 +145,7 @@ def test_a_decoder_of_any_make():
         ("factor", "layer 0 is not given what its embedding returned"),
         ("skipped", "every layer once"),
         ("own input", "own of Layer is neither"),
+        ("first position", "argument 0 of Turn is neither hidden states, positions"),
         ("in place", "what layer 0 returned is changed in place"),
         ("between", "one after the other"),
         ("changed", "layer 1 is not given what layer 0 returned"),

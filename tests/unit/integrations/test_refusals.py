@@ -76,8 +76,8 @@ CASES = {
         lambda: on_meta("MistralForCausalLM", **SIZES, sliding_window=4, is_causal=False),
         lambda: on_meta("ModernBertForMaskedLM", **SIZES, pad_token_id=0),
     ],
-    "linear attention, convolution or state space": [
-        lambda: on_meta("Lfm2ForCausalLM", **SIZES, layer_types=["conv", "full_attention"]),
+    "a recurrence of its own": [
+        lambda: on_meta("JambaForCausalLM", **SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=1),
         lambda: on_meta("MambaForCausalLM", vocab_size=29, hidden_size=16, state_size=4, num_hidden_layers=1),
         lambda: on_meta("MiniMaxForCausalLM", **SIZES, layer_types=["linear_attention", "full_attention"]),
     ],

@@ -33,6 +33,7 @@ import torch
 
 from seqloom.attention.context_parallel.overlap import Overlap
 from seqloom.attention.context_parallel.ring import Ring, RingKeys, Tensors
+from seqloom.attention.context_parallel.scan_states import ScanStates
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.masks import Segments
 from seqloom.attention.merge import merge_ops
@@ -83,13 +84,16 @@ class _CachedDocument:
 
 
 class KVCache:
-    """Keys, values and their gradients of documents in pieces: one cache for all rounds and stages of a rank's step."""
+    """Keys, values and their gradients of documents in pieces: one cache for all rounds and stages of a rank's step.
 
-    __slots__ = ("_documents", "backward")
+    `scan_states` has the states of layers that scan.
+    """
+
+    __slots__ = ("_documents", "backward", "scan_states")
 
     def __init__(self, *, backward: bool = True) -> None:
         """Start empty. Where no backward follows, a document is freed after its last piece's forward."""
-        self.backward = backward
+        self.backward, self.scan_states = backward, ScanStates()
         self._documents: dict[tuple[int, int], _CachedDocument] = {}
 
     def check_empty(self) -> None:
@@ -102,10 +106,18 @@ class KVCache:
                 f"in layer {layer}, whose piece {piece} has not gone backward: every piece that goes forward goes "
                 "backward in the same step; evaluate with KVCache(backward=False), and call clear() after an error"
             )
+        if self.scan_states:
+            layer, _, document = self.scan_states.first()
+            raise SeqloomError(
+                f"states of {len(self.scan_states)} documents x scans are left, such as document {document} in layer "
+                f"{layer}: every piece that goes forward goes backward in the same step; evaluate with "
+                "KVCache(backward=False), and call clear() after an error"
+            )
 
     def clear(self) -> None:
         """Free everything, as after a failed step."""
         self._documents.clear()
+        self.scan_states.clear()
 
     def write(self, layer: int, piece: Piece, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy the keys and values [rows of the piece, kv heads, dim] of a piece that goes forward, maybe again."""

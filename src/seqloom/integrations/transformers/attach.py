@@ -37,6 +37,7 @@ from seqloom.integrations.transformers.checks import (
     unwrap,
 )
 from seqloom.integrations.transformers.layers import MLP_NAMES, RouterHooks, remap_layers, router_layers, tp_layers
+from seqloom.integrations.transformers.mixers import attach_mixers, is_mixer
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
     check_positions,
@@ -81,8 +82,8 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
     """Make a language model compute its attention with the engine, and return it.
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
-    replaced but the `forward` of dropout modules and their layers, and switching to another name undoes the rest. From
-    now on every call needs a context: see `inputs`. What `check` refuses is refused here.
+    replaced but the `forward` of dropout modules and their layers, and of mixers that scan; switching to another name
+    undoes the rest. From now on every call needs a context: see `inputs`. What `check` refuses is refused here.
 
     Args:
         longest: tokens of the longest document of the run, for a model whose rotary embedding follows the longest
@@ -101,6 +102,7 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
             f"{type(causal).__name__} stays with attention {chosen!r} when {NAME!r} is chosen: its code does not look "
             "attention up by name; use a model that does"
         )
+    attach_mixers(causal, NAME)
     if planned_dropouts(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
     if has_router_loss(causal) and router_loss_of(causal) is None:
@@ -199,6 +201,8 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
     try:
         if planned_dropouts(causal):
             raise NoTensorParallel("its layers have dropout, of which tensor ranks would have to know their features")
+        if any(is_mixer(module) for module in causal.modules()):
+            raise NoTensorParallel("its layers have mixers that scan, whose weights are not cut")
         regions, tp_axes, tp_divisors = tensor_plan(model, causal, layers, specs)
         check_positions(decoder, embedding, layers)
         tp_layers(layers, regions)

@@ -10,6 +10,7 @@ out. What only shows in a call (a batch, a cache, a mask, a window that a layer 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers.mixers import is_mixer
 from seqloom.models.dropout import is_planned
 from seqloom.models.loss import Logits
 
@@ -30,11 +32,12 @@ SHOWN = 3
 CHUNKED = "chunked_attention"
 ATTENTION_TYPES = ("full_attention", "sliding_attention", CHUNKED)
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+FEED_FORWARD_TYPES = ("mlp", "moe")
 STATE_CLASSES = re.compile(r"Mamba|SSM|Rwkv|LSTM|RecurrentBlock|Rglru|DeltaNet|LightningAttention|ShortConv")
 ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
 ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef")
 CAPS = ("logits_soft_cap", "output_logit_soft_cap")
-SCALES = ("lm_head_multiplier", "logits_mup_width_multiplier")
+SCALES = ("logits_mup_width_multiplier",)
 
 Find = Callable[[nn.Module, Any], Iterable[str]]
 
@@ -131,8 +134,18 @@ def _refuse(name: str, why: str, way_out: str) -> Callable[[Find], Find]:
     "use a model whose class has _supports_attention_backend",
 )
 def _no_attention_interface(model: nn.Module, causal: Any) -> Iterator[str]:
-    if not causal._supports_attention_backend:
+    # Hybrids do not say that they have it, since others could not exchange their mixers; their attention modules do.
+    hybrid = any(is_mixer(module) for module in causal.modules())
+    if not causal._supports_attention_backend and not (hybrid and all(map(_asks_interface, causal.modules()))):
         yield f"{type(causal).__name__}._supports_attention_backend = False"
+
+
+def _asks_interface(module: nn.Module) -> bool:
+    """Whether a module that is called attention looks it up by name; others do in any case."""
+    if not type(module).__name__.endswith("Attention"):
+        return True
+    forward = inspect.unwrap(type(module).forward)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(forward, "__code__", _asks_interface.__code__).co_names
 
 
 @_refuse("no language model head", "there are no logits to train", "load it with AutoModelForCausalLM")
@@ -183,16 +196,19 @@ def _bidirectional_windows(model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 @_refuse(
-    "linear attention, convolution or state space",
-    "a state that runs along the sequence is not passed between ranks",
-    "use a model in which only attention mixes tokens",
+    "a recurrence of its own",
+    "how its state is passed between ranks is not known",
+    "use a model whose layers are attention, short convolutions, gated delta rules or Mamba-2",
 )
 def _recurrent_state(model: nn.Module, causal: Any) -> Iterator[str]:
-    yield from (f"layer_types has {kind}" for kind in _layer_types(causal) if kind in STATE_TYPES)
+    mixers = [module for module in causal.modules() if is_mixer(module)]
+    inside = {part for mixer in mixers for part in mixer.modules()}
     for name, module in causal.named_modules():
         stateful = isinstance(module, nn.Conv1d | nn.RNNBase) or STATE_CLASSES.search(type(module).__name__)
-        if stateful and module is not causal:
+        if stateful and module not in inside and not inside & {*module.modules()}:
             yield f"{name}: {type(module).__name__}"
+    if not mixers:
+        yield from (f"layer_types has {kind}" for kind in _layer_types(causal) if kind in STATE_TYPES)
 
 
 @_refuse(
@@ -201,7 +217,7 @@ def _recurrent_state(model: nn.Module, causal: Any) -> Iterator[str]:
     f"use a model whose layers are {', '.join(ATTENTION_TYPES)}",
 )
 def _sparse_attention(model: nn.Module, causal: Any) -> Iterator[str]:
-    known = (*ATTENTION_TYPES, *STATE_TYPES)
+    known = (*ATTENTION_TYPES, *STATE_TYPES, *FEED_FORWARD_TYPES)
     yield from (f"layer_types has {kind}" for kind in _layer_types(causal) if kind not in known)
     yield from (name for name, module in causal.named_modules() if "Indexer" in type(module).__name__)
 
@@ -366,7 +382,8 @@ def _multi_token(model: nn.Module, causal: Any) -> Iterator[str]:
 def logits_of(causal: Any) -> Logits:
     """Return what a model makes of the products of hidden states and head, by the keys that say so."""
     config = _text_config(causal)
-    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    factors = [getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier")]
+    scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
     return Logits(scale, getattr(config, "final_logit_softcapping", None))
 
 

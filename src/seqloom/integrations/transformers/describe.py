@@ -2,13 +2,14 @@
 
 Plans are priced with a `ModelSpec`. Of the model types in `describe.huggingface` it follows from the config alone,
 without torch; of any other that `check` does not refuse it is read here: heads and windows from the attention modules,
-widths from the matrices beside them. For the types that have both a test holds that both give the same.
+widths from the matrices beside them, and what mixers scan. For the types that have both a test holds that both give
+the same.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +21,15 @@ from seqloom.attention import AttentionSpec
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
-from seqloom.integrations.transformers.checks import decoder_layers, decoder_of, unwrap
+from seqloom.integrations.transformers.checks import FEED_FORWARD_TYPES, decoder_layers, decoder_of, unwrap
+from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, scanned_values
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
 
 IMAGE_TEXT_TYPES = (
     *("gemma3", "got_ocr2", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3"),
-    *("smolvlm", "video_llava", "vipllava"),
+    *("qwen3_5", "qwen3_5_moe", "smolvlm", "video_llava", "vipllava"),
 )
 """Types of models of images and text that compute of text alone what their language model does; a test compares them.
 Others, such as Aya Vision, which leaves the scale of its logits out, are refused."""
@@ -85,20 +87,23 @@ def describe_folder(folder: Path) -> ModelSpec:
 
 
 def describe_model(model: nn.Module, name: str) -> ModelSpec:
-    """Return the shapes of an attached model."""
+    """Return the shapes of an attached model; layers whose feed-forwards differ, or lack one, have the mean width."""
     causal: Any = unwrap(model)
     embedding, layers = causal.get_input_embeddings().weight, decoder_layers(causal)
     hidden, attentions = embedding.shape[1], [_attention_of(layer) for layer in layers]
-    (heads, kv_heads, dim), *others = dict.fromkeys((each.heads, each.kv_heads, each.dim) for each in attentions)
+    sizes = dict.fromkeys((each.heads, each.kv_heads, each.dim) for each in attentions if each is not None)
+    if not sizes:
+        raise SeqloomError(f"{type(causal).__name__} has no attention: plans are for models with some layers of it")
+    (heads, kv_heads, dim), *others = sizes
     if others:
         raise SeqloomError(
             f"{type(causal).__name__} has layers of {heads} heads and layers of {others[0][0]} heads, or of other "
             "widths: plans are for layers that agree; use a model whose layers do"
         )
     parts = [_feed_forward(layer, hidden) for layer in layers]
-    dense = next((part for part in parts if not part.experts), None)
-    sparse = tuple(number for number, part in enumerate(parts) if part.experts)
-    chunks = tuple(each.attention_chunk for each in attentions)
+    dense, sparse = [part for part in parts if not part.experts], [n for n, part in enumerate(parts) if part.experts]
+    widest = max(dense or parts, key=lambda part: part.width or part.expert_width)
+    chunks = tuple(None if each is None else each.attention_chunk for each in attentions)
     return ModelSpec(
         name=name,
         layers=len(layers),
@@ -106,14 +111,15 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,
-        ffn=dense.width if dense else parts[0].expert_width,
-        gated=(dense or parts[0]).gated,
+        ffn=-(-sum(part.width for part in dense) // len(dense)) if dense else parts[0].expert_width,
+        gated=widest.gated,
         vocabulary=embedding.shape[0],
         tied=causal.get_output_embeddings().weight is embedding,
-        windows=tuple(each.window for each in attentions),
+        windows=tuple(0 if each is None else each.window for each in attentions),
         learned_positions=has_position_table(causal),
         attention_chunks=chunks if any(chunks) else (),
-        **({} if not sparse else _experts(causal.config, parts[sparse[0]], sparse)),
+        **({} if not sparse else _experts(causal.config, parts[sparse[0]], tuple(sparse))),
+        **_mixers(layers),
     )
 
 
@@ -125,8 +131,11 @@ def has_position_table(causal: Any) -> bool:
     return most is not None and any(each.num_embeddings >= most for each in others)
 
 
-def _attention_of(layer: nn.Module) -> AttentionSpec:
+def _attention_of(layer: nn.Module) -> AttentionSpec | None:
+    """Return the attention of a layer; None: it has a mixer in its place, or is a feed-forward alone."""
     specs = attention_specs([layer])
+    if not specs and (any(map(is_mixer, layer.modules())) or getattr(layer, "block_type", "") in FEED_FORWARD_TYPES):
+        return None
     if len(specs) != 1:
         raise SeqloomError(
             f"{type(layer).__name__} has {len(specs)} attention modules that say their heads and width "
@@ -136,9 +145,10 @@ def _attention_of(layer: nn.Module) -> AttentionSpec:
 
 
 def _feed_forward(layer: nn.Module, hidden: int) -> FeedForward:
-    """Read the widths of the matrices that stand beside attention."""
-    attention = {id(each) for module in layer.modules() if attention_spec(module) for each in module.parameters()}
-    weights = [each for each in layer.parameters() if id(each) not in attention and each.ndim > 1]
+    """Read the widths of the matrices that stand beside attention and mixers."""
+    mixing = [module for module in layer.modules() if attention_spec(module) or is_mixer(module)]
+    known = {id(each) for module in mixing for each in module.parameters()}
+    weights = [each for each in layer.parameters() if id(each) not in known and each.ndim > 1]
     stacked = [each.shape for each in weights if each.ndim == 3]
     plain = [each.shape for each in weights if each.ndim == 2]
     if not stacked:
@@ -158,6 +168,19 @@ def _widths(shapes: list[torch.Size], hidden: int) -> tuple[int, bool]:
     narrow = min(max(shape.numel() // hidden, 1) for shape in shapes)
     gated = elements // hidden >= 3 * narrow
     return elements // hidden // (3 if gated else 2), gated
+
+
+def _mixers(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
+    """Return the fields of layers that scan, of the largest of their mixers."""
+    found = {n: each for n, layer in enumerate(layers) for each in layer.modules() if is_mixer(each)}
+    if not found:
+        return {}
+    return {
+        "mixer_layers": tuple(found),
+        "mixer_parameters": max(sum(each.numel() for each in mixer.parameters()) for mixer in found.values()),
+        "mixer_values": max(map(convolved_values, found.values())) + max(map(scanned_values, found.values())),
+        "mixer_exchange": max(map(scanned_values, found.values())),
+    }
 
 
 def _experts(config: Any, part: FeedForward, sparse: tuple[int, ...]) -> Mapping[str, Any]:

@@ -223,12 +223,15 @@ def _converts(model_type: str) -> bool:
 
 def _load_all(folder: Path, dtype: torch.dtype) -> Any:
     """Load all parameters to the host's memory; refuse missing ones, which transformers would draw."""
-    if _language_model_of(folder) is not None:
-        raise SeqloomError(
-            f"model.huggingface = {str(folder)!r}: the parameters of its language model are not in its safetensors by "
-            "name and shape; load the language model with transformers and save it by itself"
-        )
+    text = _language_model_of(folder)
     options = {**LOCAL, "use_safetensors": True, "dtype": dtype, "output_loading_info": True}
+    if text is not None:
+        if not _converts(text.model_type):
+            raise SeqloomError(
+                f"model.huggingface = {str(folder)!r}: the parameters of its language model are not in its safetensors "
+                "by name and shape; load the language model with transformers and save it by itself"
+            )
+        options["config"] = text  # transformers knows where these have their language model
     model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
     _refuse_unused(folder, report["unexpected_keys"])
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))

@@ -75,7 +75,8 @@ class DecoderParts:
         values = CallValues(pad_empty(hidden)[None], pad_empty(positions)[None], context, ())
         values = values._replace(tables=tuple(call(values) for call in self.tables))
         for layer in self.layers[first:stop]:
-            values = values._replace(hidden=layer(values))
+            result = layer(values)
+            values = values._replace(hidden=result[0] if isinstance(result, tuple) else result)
         return drop_padding(values.hidden.squeeze(0), context.tokens)
 
 
@@ -94,8 +95,11 @@ def drop_padding(rows: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> DecoderParts:
     """Trace an attached model without its head and return its parts; StageSplitError if it does more than they do."""
-    values = _trace_values(embedding, 1)
-    calls, result = _trace(decoder, layers, embedding, values)
+    values = _trace_values(embedding, 2)
+    try:
+        calls, result = _trace(decoder, layers, embedding, values, 2)
+    except StageSplitError:  # its forward may take the first of what a layer returns
+        calls, result = _trace(decoder, layers, embedding, values, 2, as_pair=True)
     indices = [index for index, call in enumerate(calls) if call.module in layers]
     first = indices[0] if indices else len(calls)
     before, middle, after = calls[:first], calls[first : first + len(layers)], calls[first + len(layers) :]
@@ -124,7 +128,7 @@ def check_positions(decoder: nn.Module, embedding: nn.Module, layers: Sequence[n
 
     Traces it with three positions for two tokens; StageSplitError also if it cannot be traced.
     """
-    calls, result = _trace(decoder, layers, embedding, _trace_values(embedding, 3), tokens=2)
+    calls, result = _trace(decoder, layers, embedding, _trace_values(embedding, 3), 2)
     inputs = [_like_first_tensor(call.arguments) for call in calls if call.module in layers]
     if any(tensor.shape[-2] != 2 for tensor in (*inputs, result)):
         raise StageSplitError("its hidden states depend on positions before its layers")
@@ -144,17 +148,19 @@ class _TracedCall(NamedTuple):
 
 
 class _Stub(nn.Module):
-    """Takes the place of a child: answers its calls and records them."""
+    """Takes the place of a child: answers its calls and records them; `as_pair` adds None to answers."""
 
-    def __init__(self, child: nn.Module, answer: Callable[..., Any], calls: list[_TracedCall]) -> None:
+    def __init__(
+        self, child: nn.Module, answer: Callable[..., Any], calls: list[_TracedCall], as_pair: bool = False
+    ) -> None:
         super().__init__()
-        self._stub = (child, answer, calls)  # in a tuple: the child is no submodule of its stub
+        self._stub = (child, answer, calls, as_pair)  # in a tuple: the child is no submodule of its stub
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        child, answer, calls = self._stub
+        child, answer, calls, as_pair = self._stub
         result = answer(*args, **options)
         calls.append(_TracedCall(child, args, options, result))
-        return result
+        return (result, None) if as_pair else result
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -171,9 +177,18 @@ def _trace_values(embedding: nn.Module, positions: int) -> CallValues:
 
 
 def _trace(
-    decoder: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, values: CallValues, tokens: int = 1
+    decoder: nn.Module,
+    layers: Sequence[nn.Module],
+    embedding: nn.Module,
+    values: CallValues,
+    tokens: int,
+    *,
+    as_pair: bool = False,
 ) -> tuple[list[_TracedCall], Any]:
-    """Run the decoder's forward on stubs; return the calls of its children in order, and its result."""
+    """Run the decoder's forward on stubs; return the calls of its children in order, and its result.
+
+    `as_pair`: stubs of layers return hidden states and, in the place of attention weights, None.
+    """
     lists = [name for name, child in decoder.named_children() if list(child.children()) == list(layers)]
     if len(lists) != 1:
         raise StageSplitError(f"its {len(layers)} layers are not one list of {type(decoder).__name__}")
@@ -195,7 +210,11 @@ def _trace(
     stubbed._modules = {
         name: None if child is None else _Stub(child, answer(child), calls) for name, child in decoder._modules.items()
     }
-    stubs = [_Stub(layer, lambda *args, **kw: _like_first_tensor((*args, *kw.values())), calls) for layer in layers]
+
+    def answer_layer(*args: Any, **options: Any) -> Any:
+        return _like_first_tensor((*args, *options.values()))
+
+    stubs = [_Stub(layer, answer_layer, calls, as_pair) for layer in layers]
     stubbed._modules[lists[0]] = nn.ModuleList(stubs)
     ids = values.positions.new_zeros(1, tokens)
     given = {"input_ids": ids, "position_ids": values.positions, "use_cache": False, "seqloom_context": values.context}
@@ -242,10 +261,20 @@ def _child_call(call: _TracedCall, values: CallValues) -> ChildCall:
     return ChildCall(call.module, args, options)
 
 
+def _is_expanded(value: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Whether a tensor is the positions themselves, or an expanded view of them."""
+    same = value.data_ptr() == positions.data_ptr() and value.dtype == positions.dtype
+    copies = all(stride == 0 or size == 1 for size, stride in zip(value.shape[:-2], value.stride(), strict=False))
+    return same and value.shape[-2:] == positions.shape and copies
+
+
 def _source(value: Any, values: CallValues, what: str) -> ArgumentSource:
     for field in ("hidden", "positions", "context"):
         if value is getattr(values, field):
             return lambda now: getattr(now, field)
+    if isinstance(value, torch.Tensor) and _is_expanded(value, values.positions):
+        axes = value.shape[:-2]  # as many copies of the positions, for RoPE of several axes
+        return lambda now: now.positions.expand(*axes, *now.positions.shape)
     for index, table in enumerate(values.tables):
         if value is table:
             return lambda now: now.tables[index]

@@ -1,0 +1,305 @@
+"""Mixers of transformers that scan: short convolutions, gated delta rules (Qwen3-Next), state spaces (Mamba-2).
+
+The forward of a mixer is projections, gates and norms, which treat every token by itself, and calls of a few functions
+of its file, which mix tokens: `SCANS`. `attach_mixers` gives each mixer, on the instance, its own forward with these
+functions exchanged for ours. Ours get the context among the keywords, as attention does. Before a convolution ranks
+fetch the few rows before their own (`attention.halo`), around a scan they exchange tokens for heads (`attention.scan`);
+then they call the model's function, of a scan for their heads and one document at a time. So the model's own code
+computes, with fast kernels where transformers has found them. Only in float64, in which plans are compared, its scans
+would round to float32: there `attention.linear_attention` computes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+from seqloom.attention.halo import convolve_documents
+from seqloom.attention.linear_attention import decayed_linear_attention
+from seqloom.attention.scan import PackedDocuments, scan_documents
+from seqloom.dist import Context
+from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers.parts import drop_padding, pad_empty
+from seqloom.models.compile import handle_object
+
+Function = Callable[..., Any]
+L2_EPSILON = 1e-6
+"""That transformers adds to squared norms of queries and keys."""
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module mixes tokens, and only by functions that are known here."""
+    found = _functions(module)
+    return bool(found & {*SCANS}) and found <= KNOWN
+
+
+def convolved_values(mixer: nn.Module) -> int:
+    """Return how many values of a token go into the convolution of a mixer and come out."""
+    return 2 * sum(each.out_channels for each in mixer.modules() if isinstance(each, nn.Conv1d))
+
+
+def scanned_values(mixer: Any) -> int:
+    """Return how many values of a token go into the scan of a mixer and come out; 0: it convolves only.
+
+    A scan reads what the convolution gives, keys once for every value head, and gates for every head; it gives what
+    the last projection reads.
+    """
+    if not _functions(mixer) & {*SCANS} - {"causal_conv1d_fn"}:
+        return 0
+    heads = getattr(mixer, "num_v_heads", None) or mixer.num_heads
+    repeated = 2 * (heads // mixer.num_k_heads - 1) * mixer.key_dim if hasattr(mixer, "key_dim") else 0
+    last = [each for each in mixer.modules() if isinstance(each, nn.Linear)][-1]
+    return convolved_values(mixer) // 2 + repeated + 2 * heads + last.in_features
+
+
+def attach_mixers(causal: nn.Module, name: str) -> None:
+    """Exchange the scans of a model's mixers; doing it again changes nothing. Its own are back under another `name`."""
+    for module in causal.modules():
+        if is_mixer(module):
+            # A graph is for all layers of a class, and a mixer knows its layer: around it a compiled layer is cut.
+            forward = torch.compiler.disable(_with_scans(module, causal.config, name))
+            module.forward = MethodType(forward, module)
+
+
+def _functions(module: nn.Module) -> set[str]:
+    """Return the functions of a module's file that its forward calls by name."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType):
+        return set()
+    called = ((name, forward.__globals__.get(name)) for name in forward.__code__.co_names)
+    return {name for name, each in called if isinstance(each, FunctionType) and each.__module__ == forward.__module__}
+
+
+def _with_scans(module: nn.Module, config: Any, name: str) -> FunctionType:
+    """Return a mixer's forward with our scans in the place of its file's."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    layer = getattr(module, "layer_idx", None)
+    scans = {
+        each: partial(_run_scan, scan, forward.__globals__[each], layer, config, name)
+        for each, scan in SCANS.items()
+        if each in forward.__code__.co_names
+    }
+    code = (forward.__code__, forward.__globals__ | scans, forward.__name__, forward.__defaults__, forward.__closure__)
+    found = FunctionType(*code)
+    found.__kwdefaults__ = forward.__kwdefaults__
+    return found
+
+
+def _run_scan(
+    scan: Function,
+    original: Function,
+    layer: int | None,
+    config: Any,
+    name: str,
+    *args: Any,
+    seqloom_context: Context | torch.Tensor | None = None,
+    **keywords: Any,
+) -> Any:
+    """Run a scan of ours in the place of a model's function, unless the model is back with its own attention."""
+    if config._attn_implementation != name:
+        return original(*args, **keywords)
+    if seqloom_context is None:
+        raise SeqloomError(
+            f"{original.__name__} of layer {layer} was called without a context: it needs the round that its tokens "
+            "belong to; call the model with seqloom.integrations.transformers.attach.inputs. If the call had one, this "
+            "model does not hand keywords on to its mixers and cannot be used"
+        )
+    if isinstance(seqloom_context, torch.Tensor):
+        seqloom_context = handle_object(seqloom_context).context
+    return scan(original, seqloom_context, layer, *args, **keywords)
+
+
+def _own_rows(x: torch.Tensor, context: Context) -> torch.Tensor:
+    """Return [1, tokens, ...] as [tokens, ...], without the row of `pad_empty`."""
+    if x.shape[0] != 1 or x.shape[1] != max(context.tokens, 1):
+        raise SeqloomError(
+            f"{list(x.shape)} in a mixer, where rank {context.rank} holds {context.tokens} tokens in one row: pass the "
+            "ids of context.spans, packed into one row"
+        )
+    return drop_padding(x.squeeze(0), context.tokens)
+
+
+def _like_call(rows: torch.Tensor, context: Context, *weights: torch.Tensor | None) -> torch.Tensor:
+    """Return [1, tokens, ...], with the row of `pad_empty`.
+
+    On a rank in no group, which calls no scan, the weights of a scan get gradients of zero: FSDP2 reduces those that
+    have one, and all ranks must have the same.
+    """
+    out = pad_empty(rows)[None]
+    for each in () if context.groups else weights:
+        if each is not None:
+            out = out + 0 * each.sum().to(out.dtype)
+    return out
+
+
+# -- scans ------------------------------------------------------------------------------------------------------------
+
+
+def _causal_conv(
+    original: Function,
+    context: Context,
+    layer: int | None,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Convolve channels [1, channels, tokens] with `weight` [channels, kernel], over the tokens of each document."""
+
+    def convolve(rows: torch.Tensor) -> torch.Tensor:
+        return original(pad_empty(rows).T[None], weight, bias, activation=activation)[0].T
+
+    rows, before = _own_rows(hidden_states.transpose(1, 2), context), weight.shape[1] - 1
+    out = convolve_documents(convolve, rows, before, context, layer=layer, name="conv")
+    return _like_call(out, context, weight, bias).transpose(1, 2)
+
+
+def _gated_delta_rule(
+    original: Function,
+    context: Context,
+    layer: int | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Run the gated delta rule on query, key, value [1, tokens, heads, dim] and g, beta [1, tokens, heads]."""
+
+    def scan_one(document: list[torch.Tensor], state: torch.Tensor | None) -> Any:
+        v, q, k, *gates = document
+        if v.dtype == torch.float64:
+            if use_qk_l2norm_in_kernel:
+                q, k = (x * (x.square().sum(-1, keepdim=True) + L2_EPSILON).rsqrt() for x in (q, k))
+            return _in_float64(q * q.shape[-1] ** -0.5, k, v, *gates, state=state)
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return original(q, k, v, g=gates[0], beta=gates[1], initial_state=state, **options)
+
+    tensors = [_own_rows(x, context) for x in (value, query, key, g, beta)]
+    scan = partial(_one_by_one, lambda _: scan_one)
+    return _like_call(scan_documents(scan, tensors, context, layer=layer, name="delta rule"), context, g), None
+
+
+def _state_space(
+    original: Function,
+    context: Context,
+    layer: int | None,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    /,
+    **keywords: Any,
+) -> torch.Tensor:
+    """Run Mamba-2's scan on hidden states [1, tokens, heads, dim], dt [1, tokens, heads], b, c [1, tokens, groups, n].
+
+    `a`, and `D` and `dt_bias` among the keywords, are [heads].
+    """
+    shared = hidden_states.shape[2] // b.shape[2]
+
+    def scan_heads(heads: slice) -> Function:
+        numbers = range(heads.start, heads.stop)
+        groups = torch.tensor([each // shared - heads.start // shared for each in numbers], device=b.device)
+        own: dict[str, Any] = {name: _slice(keywords.get(name), heads) for name in ("D", "dt_bias")}
+
+        def scan_one(document: list[torch.Tensor], state: torch.Tensor | None) -> Any:
+            x, steps, *rest = document
+            b, c = (each.index_select(2, groups) for each in rest)  # this rank's heads may begin inside a group
+            if x.dtype == torch.float64:
+                return _state_space_in_float64(x, steps, a[heads], b, c, state, **keywords | own)
+            options = keywords | own | {"initial_states": state, "return_final_states": True}
+            out, after = original(x, steps, a[heads], b, c, **options)
+            return out.to(x.dtype), after  # as fast kernels return it: transformers' own leaves it in float32
+
+        return scan_one
+
+    tensors = [_own_rows(x, context) for x in (hidden_states, dt, b, c)]
+    scan = partial(_one_by_one, scan_heads)
+    out = scan_documents(scan, tensors, context, layer=layer, name="state space")
+    return _like_call(out, context, a, keywords.get("D"), keywords.get("dt_bias"))
+
+
+def _slice(weight: torch.Tensor | None, heads: slice) -> torch.Tensor | None:
+    return None if weight is None else weight[heads]
+
+
+def _in_float64(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    *,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call `decayed_linear_attention` with tensors [1, tokens, heads, ...]."""
+    tensors = [None if x is None else x.squeeze(0).transpose(0, 1).double() for x in (q, k, v, g, beta)]
+    out, after = decayed_linear_attention(*tensors, state=state)  # pyrefly: ignore[bad-argument-type]
+    return out.transpose(0, 1)[None], after
+
+
+def _state_space_in_float64(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    state: torch.Tensor | None,
+    D: torch.Tensor | None,  # noqa: N803 - as the model's function calls it
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute Mamba-2's scan: b are keys, c queries, and steps dt scale what is written and how far it decays."""
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit)
+    out, after = _in_float64(c, b, x * dt[..., None], dt * a.to(dt.dtype), state=state)
+    return out if D is None else out + D[:, None] * x, after
+
+
+def _one_by_one(scan_heads: Function, given: PackedDocuments) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Scan one document after the other, each as a batch of one."""
+    scan_one, outs, states = scan_heads(given.heads), [], []
+    for document, state in zip(_documents(given), given.states, strict=True):
+        out, after = scan_one(document, state)
+        outs.append(out.squeeze(0))
+        states.append(after)
+    return torch.cat(outs) if outs else given.tensors[0], states
+
+
+def _documents(given: PackedDocuments) -> Iterator[list[torch.Tensor]]:
+    parts: Iterable[tuple[torch.Tensor, ...]] = zip(*(x.split(given.lengths) for x in given.tensors), strict=True)
+    return ([each[None] for each in document] for document in parts)
+
+
+def _no_fused_call(original: Function, context: Context, layer: int | None, *_: Any, **__: Any) -> None:
+    """Say that nothing is computed at once: convolution and scan are then called one by one."""
+
+
+SCANS: Mapping[str, Function] = {
+    "causal_conv1d_fn": _causal_conv,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_split_conv1d_scan_combined": _no_fused_call,
+}
+"""Functions of transformers' files that mix tokens -> ours, which are given the model's, context and layer before."""
+KNOWN = {
+    *SCANS,
+    *("apply_mask_to_padding_states", "causal_conv1d_update", "mamba2_selective_state_update"),
+    "torch_recurrent_gated_delta_rule",
+}
+"""Functions that a mixer may call: without a cache and a mask, what is not in `SCANS` does nothing."""

@@ -1,0 +1,163 @@
+"""Scans over documents on several ranks: which heads a rank gets, what it sends, and states between pieces."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seqloom.attention import KVCache
+from seqloom.attention.context_parallel.scan_states import DocumentPiece, ScanStates, StateKey
+from seqloom.attention.linear_attention import decayed_linear_attention
+from seqloom.attention.scan import scan_documents
+from seqloom.cost import CostModel, GroupShape
+from seqloom.cost.plan_cost import round_times
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.dist import SingleRankTransport, bind, bind_single_rank, run_ranks
+from seqloom.errors import SeqloomError
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
+from support.transports import CountingTransport
+
+torch.set_num_threads(1)
+PIECE = DocumentPiece(StateKey(3, "sum", 0), 0, last=False)
+MIXERS = {"mixer_layers": (1,), "mixer_parameters": 1}
+
+
+def running_sum(given):
+    """Scan: a token's output is the sum of its head so far, times the factor of the group that its head reads."""
+    x, factor = given.tensors
+    shared = x.shape[1] // factor.shape[1] if factor.shape[1] == 1 else 1
+    outs, states = [], []
+    for rows, scale, state in zip(x.split(given.lengths), factor.split(given.lengths), given.states, strict=True):
+        total = rows.cumsum(0) if state is None else rows.cumsum(0) + state
+        outs.append(total * scale.repeat_interleave(shared, 1))
+        states.append(total[-1])
+    return torch.cat(outs), states
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (2, 1), (1, 3), (2, 2), (1, 6)])
+def test_every_rank_gets_its_tokens_of_all_heads_back(ulysses, ring):
+    """Four heads that share one factor, on up to six ranks; x is float64, the factor float32."""
+    ranks, lengths = ulysses * ring, (9, 1, 14)
+    x, factor = torch.randn(24, 4, 3, dtype=torch.float64), torch.randn(24, 1, 1)
+    x.requires_grad_(), factor.requires_grad_()
+    truth = torch.cat([each.cumsum(0) for each in x.split(lengths)]) * factor
+    (truth**2).sum().backward()
+    starts = torch.tensor([0, 9, 10])
+    work = StageMicroBatch(
+        (Group(tuple(range(ranks)), ulysses, ring, tuple(Span(k, 0, n) for k, n in enumerate(lengths))),),
+        Checkpoint.NONE,
+    )
+
+    def body(transport):
+        context = bind(work, transport)
+        rows = starts[context.documents] + context.positions
+        own = [each.detach()[rows].requires_grad_() for each in (x, factor)]
+        out = scan_documents(running_sum, own, context, layer=0, name="sum")
+        (out**2).sum().backward()
+        return rows, out.detach(), *(each.grad for each in own)
+
+    for rows, out, *grads in run_ranks(ranks, body, strict=True):
+        assert torch.allclose(out, truth[rows].detach(), rtol=1e-12)
+        assert torch.allclose(grads[0], x.grad[rows], rtol=1e-12)
+        assert torch.allclose(grads[1], factor.grad[rows], rtol=1e-5, atol=1e-6)
+
+
+def test_the_cost_model_counts_the_bytes_that_are_sent():
+    """Of 8 heads of 4 values in and out: 64 values of a token, half of the layers."""
+    sizes = {"layers": 2, "hidden": 8, "heads": 4, "kv_heads": 4, "head_dim": 2, "ffn": 8, "gated": True}
+    spec = ModelSpec("m", **sizes, vocabulary=9, tied=True, **MIXERS, mixer_values=64, mixer_exchange=64)
+    cost, shape, tokens = CostModel(Cluster.parse("1x4xH200"), spec), GroupShape(1, 4), 32
+    flow = cost.links.mixers(shape, cost.aligned_traffic(shape), Checkpoint.NONE)
+    near, _ = cost.links.message_ns(1.0, "all_to_all")
+    work = StageMicroBatch((Group((0, 1, 2, 3), 1, 4, (Span(0, 0, tokens),)),), Checkpoint.NONE)
+
+    def body(transport):
+        counting = CountingTransport(transport)
+        x = torch.randn(tokens // 4, 8, 4).bfloat16().requires_grad_()
+        out = scan_documents(
+            lambda given: (given.tensors[0] * 2, [None]), (x,), bind(work, counting), layer=0, name="x"
+        )
+        out.sum().backward()
+        return counting.traffic("exchange").bytes
+
+    assert {round(flow.link / near * tokens)} == set(run_ranks(4, body))
+    plain = CostModel(Cluster.parse("1x4xH200"), ModelSpec("m", **sizes, vocabulary=9, tied=True))
+    more = cost.tables([tokens], cost.policies[0]).cost - plain.tables([tokens], plain.policies[0]).cost
+    assert (more >= 0).all() and more.any()
+
+
+def test_every_nic_of_a_group_carries_what_its_ranks_exchange():
+    sizes = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, "ffn": 64, "gated": True}
+    plain = ModelSpec("m", **sizes, vocabulary=9, tied=True)
+    mixed = replace(plain, **MIXERS, mixer_values=10_000, mixer_exchange=10_000)
+    work = StageMicroBatch((Group(tuple(range(4)), 2, 2, (Span(0, 0, 4096),)),), Checkpoint.NONE)
+    taken = []
+    for spec in (plain, mixed):
+        cost = CostModel(Cluster.parse("2x2xH200"), spec)
+        taken.append(round_times(cost, work, cost.policies[0]).nic_ns)
+    assert (taken[1] > taken[0]).all(), taken
+
+
+@pytest.mark.parametrize("delta_rule", [True, False])
+@pytest.mark.parametrize("tokens", [1, 64, 150])
+def test_linear_attention_in_chunks_is_that_of_token_by_token(delta_rule, tokens):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, tokens, dim, generator=generator, dtype=torch.float64) for dim in (3, 3, 5))
+    k = k / k.norm(dim=-1, keepdim=True)
+    g = -torch.rand(2, tokens, generator=generator, dtype=torch.float64)
+    beta = torch.rand(2, tokens, generator=generator, dtype=torch.float64) if delta_rule else None
+    first = state = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    outs = []
+    for t in range(tokens):
+        state = g[:, t].exp()[:, None, None] * state
+        write = v[:, t] if beta is None else beta[:, t, None] * (v[:, t] - torch.einsum("hk,hkv->hv", k[:, t], state))
+        state = state + k[:, t, :, None] * write[:, None]
+        outs.append(torch.einsum("hk,hkv->hv", q[:, t], state))
+    found, after = decayed_linear_attention(q, k, v, g, beta, first)
+    assert torch.allclose(found, torch.stack(outs, 1), rtol=1e-10, atol=1e-10)
+    assert torch.allclose(after, state, rtol=1e-10, atol=1e-10)
+
+
+def test_pieces_out_of_turn_are_refused():
+    states, x = ScanStates(), torch.ones(2, requires_grad=True)
+    with pytest.raises(SeqloomError, match="piece 1 of document 0 goes forward, but there is no state of piece 0"):
+        states.take(PIECE._replace(number=1), x)
+    assert states.take(PIECE, x) is None and states.take(None, x) is None
+    out = states.leave(PIECE, x * 2, x * 3, backward=True)
+    with pytest.raises(SeqloomError, match="layer 3: piece 0 of document 0 goes backward before piece 1"):
+        out.sum().backward()
+
+
+def test_a_state_that_is_left_is_reported():
+    cache, x = KVCache(), torch.ones(2, requires_grad=True)
+    cache.scan_states.leave(PIECE, x * 2, x * 3, backward=True)
+    with pytest.raises(SeqloomError, match="states of 1 documents x scans are left, such as document 0 in layer 3"):
+        cache.check_empty()
+    cache.clear()
+    cache.check_empty()
+
+
+def test_evaluation_in_pieces_keeps_nothing():
+    pieces, cache = (Span(0, 0, 3), Span(0, 3, 5)), KVCache(backward=False)
+    found = []
+    for piece in pieces:
+        work = StageMicroBatch((Group((0,), 1, 1, (piece,)),), Checkpoint.NONE)
+        context = bind(work, SingleRankTransport(), pieces={0: pieces}, kv_cache=cache)
+        tensors = [torch.ones(piece.tokens, 1, 1), torch.ones(piece.tokens, 1, 1)]
+        with torch.no_grad():
+            found.append(scan_documents(running_sum, tensors, context, layer=0, name="sum"))
+    assert torch.cat(found).flatten().tolist() == [1, 2, 3, 4, 5]
+    cache.check_empty()
+
+
+def test_what_cannot_be_scanned_is_refused():
+    tensors = [torch.ones(2, 1, 1), torch.ones(2, 1, 1)]
+    pieces = (Span(0, 0, 2), Span(0, 2, 4))
+    work = StageMicroBatch((Group((0,), 1, 1, pieces[:1]),), Checkpoint.NONE)
+    with pytest.raises(SeqloomError, match="document 0 is in pieces, and the context has None"):
+        scan_documents(running_sum, tensors, bind(work, SingleRankTransport(), pieces={0: pieces}), layer=0, name="sum")
+    context = bind(work, SingleRankTransport(), pieces={0: pieces}, kv_cache=KVCache())
+    with pytest.raises(SeqloomError, match="sum of document 0, which is in pieces: states are kept by layer"):
+        scan_documents(running_sum, tensors, context, layer=None, name="sum")
+    assert len(scan_documents(running_sum, tensors, bind_single_rank([2]), layer=None, name="sum")) == 2

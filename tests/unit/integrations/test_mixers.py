@@ -1,0 +1,142 @@
+"""Mixers of transformers that scan: whose forward is exchanged, for which calls, and what they cost."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from seqloom.attention import KVCache
+from seqloom.dist import SingleRankTransport, bind, bind_single_rank
+from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers import attach, inputs, mixers, model_adapter
+from seqloom.integrations.transformers.describe import describe_model
+from seqloom.layout import Span
+from seqloom.models.adapter import ModelWithLoss
+from seqloom.models.compile import compile_layers
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
+from support.tiny_models import HYBRIDS, MODELS, SIZES, documents, gradients, one_by_one, targets, tiny_model
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of missing kernels
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_model_keeps_its_names_and_is_itself_again_under_another_attention(name):
+    plain = tiny_model(name)
+    model = attach(attach(copy.deepcopy(plain)))  # twice is once
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    (ids,) = documents([11])
+    model.set_attn_implementation("sdpa")
+    plain.set_attn_implementation("sdpa")
+    found, wanted = (each(input_ids=ids[None], use_cache=False).logits for each in (model, plain))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_mixer_without_a_context_is_refused(name):
+    model, context = attach(tiny_model(name)), bind_single_rank([4])
+    mixer = next(each for each in model.modules() if mixers.is_mixer(each))
+    with pytest.raises(SeqloomError, match="was called without a context"):
+        mixer(torch.randn(1, 4, 16, dtype=torch.float64))
+    with pytest.raises(SeqloomError, match=r"\[1, 3, \d+\] in a mixer, where rank 0 holds 4 tokens"):
+        mixer(torch.randn(1, 3, 16, dtype=torch.float64), seqloom_context=context)
+
+
+def test_other_recurrences_are_not_mixers():
+    """Jamba calls a convolution that is known, and a scan that is not."""
+    with torch.device("meta"):
+        jamba = transformers.JambaForCausalLM(transformers.JambaConfig(**SIZES, num_experts=1))
+    assert not any(mixers.is_mixer(each) for each in jamba.modules())
+    assert not any(mixers.is_mixer(each) for name in MODELS for each in tiny_model(name).modules())
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_shapes_are_those_of_the_model(name, monkeypatch):
+    model = tiny_model(name)
+    spec, counted = describe_model(attach(model), name), {"scan_documents": 0, "convolve_documents": 0}
+
+    def count(function, run, given, *args, **options):
+        out = getattr(originals, function)(run, given, *args, **options)
+        tensors = given if isinstance(given, list) else [given]
+        counted[function] += sum(each[0].numel() for each in (*tensors, out))
+        return out
+
+    originals = SimpleNamespace(**{function: getattr(mixers, function) for function in counted})
+    for function in counted:
+        monkeypatch.setattr(mixers, function, partial(count, function))
+    context = bind_single_rank([4])
+    model(**inputs(documents([4])[0], context.positions, context))
+    heads = max(getattr(each, "num_v_heads", getattr(each, "num_heads", 0)) for each in model.modules())
+    scanned, convolved = (values // len(spec.mixer_layers) for values in counted.values())
+    # Mamba-2 has one gate for a head, the delta rule two.
+    assert scanned <= spec.mixer_exchange <= scanned + heads and bool(scanned) == (name != "lfm2")
+    assert spec.mixer_values == spec.mixer_exchange + convolved
+    scanning = [each for each in model.modules() if mixers.is_mixer(each)]
+    assert len(scanning) == len(spec.mixer_layers)
+    assert {sum(each.numel() for each in mixer.parameters()) for mixer in scanning} == {spec.mixer_parameters}
+    attending = spec.attention_parameters * spec.attention_layers
+    feed_forward = sum(each.numel() for name, each in model.named_parameters() if "mlp." in name or "forward." in name)
+    outside = spec.vocabulary * spec.hidden * (1 if spec.tied else 2)
+    own = attending + feed_forward + outside + len(scanning) * spec.mixer_parameters
+    assert spec.parameters() == pytest.approx(own, abs=10 * spec.hidden)  # norms
+
+
+def test_tensor_parallelism_is_refused():
+    adapter = model_adapter(attach(tiny_model("lfm2")))
+    with pytest.raises(SeqloomError, match="mixers that scan, whose weights are not cut; plan with tensor = 1"):
+        adapter.check_tp_degree(2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("name", "target"), [("lfm2", "q_proj"), ("qwen3-next", "out_proj")])
+def test_adapters_of_a_document_in_pieces(name, target, again):
+    """Mixers below the first adapter are frozen, and pass gradients of states on; a stage may be run again."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_model(name), LoraConfig(r=2, lora_dropout=0.0, target_modules=[target]))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(key)))
+    plain, (ids,), pieces = copy.deepcopy(model), documents([20]), (Span(0, 0, 8), Span(0, 8, 9), Span(0, 9, 20))
+    one_by_one(plain, [ids])
+    adapter, cache = model_adapter(attach(model)), KVCache()
+
+    def loss(piece):
+        work = StageMicroBatch((Group((0,), 1, 1, (piece,)),), Checkpoint.STAGE)
+        context = bind(work, SingleRankTransport(), pieces={0: pieces}, kv_cache=cache)
+        rows = slice(piece.start, piece.stop)
+        return ModelWithLoss(adapter)(ids[rows], targets(ids)[rows], context)
+
+    with torch.no_grad() if again else nullcontext():
+        losses = [loss(piece) for piece in pieces]
+    for piece, first in zip(reversed(pieces), reversed(losses), strict=True):
+        (loss(piece) if again else first).backward()
+    cache.check_empty()
+    wanted, found = gradients(plain), gradients(model)
+    assert wanted and all(
+        float((found[key] - each).norm()) <= 1e-5 * float(each.norm()) for key, each in wanted.items()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
+def test_compiled_layers_are_cut_around_mixers(name):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    types = [*HYBRIDS[name][1]["layer_types"]] * 2
+    plain, model = (tiny_model(name, num_hidden_layers=4, layer_types=types, seed=1) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    ids = documents([7, 5])
+    one_by_one(plain, ids)
+    adapter = model_adapter(attach(model))
+    compile_layers(adapter.layers, backend="aot_eager")
+    labels = torch.cat([targets(each) for each in ids])
+    ModelWithLoss(adapter)(torch.cat(ids), labels, bind_single_rank([7, 5])).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3  # attention; before and after a mixer
+    for wanted, found in zip(gradients(plain).values(), gradients(model).values(), strict=True):
+        assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
