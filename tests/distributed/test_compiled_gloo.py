@@ -114,6 +114,7 @@ def traffic(transport, plan):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_more_often_than_without(pool):
     """A round of Ulysses and one of a ring, each under selective and full checkpointing."""
     kinds, sent = (Checkpoint.SELECTIVE, Checkpoint.FULL), []

@@ -132,6 +132,7 @@ def test_a_rank_that_only_evaluated_has_the_new_parameters(gloo_pool, kind):
     assert after[0] == pytest.approx(after[1], rel=1e-12) and after[0] < step.alone().loss
 
 
+@pytest.mark.slow
 def test_training_is_the_same_under_every_sharding(gloo_pool):
     curves = {}
     for kind in Sharding:
@@ -210,12 +211,12 @@ def with_transformers(transport, name, lora, plan, make):
 @pytest.mark.parametrize(
     ("name", "lora", "sharding", "remap"),
     [
-        ("llama-tied", False, Sharding.HYBRID, None),
+        pytest.param("llama-tied", False, Sharding.HYBRID, None, marks=pytest.mark.slow),
         ("mixtral", False, Sharding.FULL, None),  # a rank without tokens has experts that nobody calls
-        ("qwen2-windows", False, Sharding.NONE, None),
+        pytest.param("qwen2-windows", False, Sharding.NONE, None, marks=pytest.mark.slow),
         ("llama", True, Sharding.FULL, None),
         ("phi", False, Sharding.HYBRID, None),  # a head with a bias
-        ("llama-tied", False, Sharding.FULL, Remap.ATTENTION),
+        pytest.param("llama-tied", False, Sharding.FULL, Remap.ATTENTION, marks=pytest.mark.slow),
         pytest.param("mixtral", False, Sharding.HYBRID, Remap.MLP, marks=pytest.mark.slow),
         pytest.param("llama", True, Sharding.FULL, Remap.MLP, marks=pytest.mark.slow),
     ],

@@ -172,6 +172,7 @@ def test_a_planner_that_cannot_plan_never_stops_training_and_the_log_says_why(se
     assert notes.count("static plan as a fallback: planner 'static:64'") == 2
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_as_well(place, whole):
     words = command(place, "torchrun", {"run.steps": 2, "schedule.warmup": 1, "schedule.kind": "constant"})
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "seqloom"]

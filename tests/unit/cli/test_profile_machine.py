@@ -27,6 +27,7 @@ def spec(folder):
     (folder / "small.toml").write_text(SPEC)
 
 
+@pytest.mark.slow
 def test_the_profile_is_written_and_prices_plans(run, folder, fork_server):
     report = run(f"{LINE} --ranks 2 --sharding none --output machine.json --json").json
     assert (report["output"], report["model"], report["cluster"]) == ("machine.json", "small", "2xCPU")

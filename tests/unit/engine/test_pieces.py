@@ -55,6 +55,7 @@ def test_layers_keep_their_keys_apart(checkpoint):
     assert_same(in_pieces(adapter, checkpoint), whole())
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_serves_all_layers(live_handles):
     torch._dynamo.reset()
     counters.clear()

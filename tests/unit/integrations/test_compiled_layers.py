@@ -38,7 +38,8 @@ def round_of(lengths, checkpoint=Checkpoint.NONE):
     return bind(StageMicroBatch((Group((0,), 1, 1, spans),), checkpoint), SingleRankTransport())
 
 
-@pytest.mark.parametrize(("name", "graphs"), [pytest.param("llama", 1, marks=pytest.mark.slow), ("qwen2-windows", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "graphs"), [("llama", 1), ("qwen2-windows", 2)])
 def test_gradients_are_those_of_plain_transformers_and_fresh_lengths_compile_nothing(name, graphs):
     """One graph for every window that layers have, and the same for a single row."""
     plain, model = tiny_model(name), tiny_model(name)

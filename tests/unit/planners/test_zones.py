@@ -20,6 +20,7 @@ TINY = cost_model("2x2xH200", "llama3-8b", capacity=16_384)
 NODES = cost_model("4x8xH200", "llama3-8b")
 
 
+@pytest.mark.slow
 def test_near_the_best_of_all_placements():
     """Measured over these eight batches: 0.7 % above the optimum on average, 2.7 % at worst."""
     policy = TINY.policies[0]
