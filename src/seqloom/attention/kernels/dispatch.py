@@ -388,7 +388,7 @@ class PreparedSplit:
 
         def place(shares: Sequence[tuple[Kernel, Segments]]) -> tuple[_PlacedPart, ...]:
             keys = []
-            for kernel, part in sorted(shares, key=_fewest_rows):
+            for kernel, part in sorted(shares, key=_most_rows_first):
                 keys.append((id(kernel), part.q_start.tobytes()))
                 if keys[-1] not in placed:
                     placed[keys[-1]] = _PlacedPart.of(kernel, part, shape)
@@ -423,8 +423,8 @@ class PreparedSplit:
         return gradients
 
 
-def _fewest_rows(share: tuple[Kernel, Segments]) -> int:
-    """Sort the part with most rows first: its results are never copied."""
+def _most_rows_first(share: tuple[Kernel, Segments]) -> int:
+    """Sort parts by their rows, most first: the results of the first are never copied."""
     return -int(share[1].q_len.sum() + share[1].k_len.sum())
 
 
