@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from statistics import fmean
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from seqloom.plan import Group, Plan, Round
+from seqloom.plan import Checkpoint, Group, Plan, Round, StageMicroBatch
 from seqloom.planners.explain import Explanation, method_name
 from seqloom.simulate import Simulation
 from seqloom.view.format import bar, milliseconds, percent, table_of, tokens
@@ -37,10 +39,12 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
     """Draw one row per round, and the step below.
 
     Idle and comm are shares of the rank-time that a round holds; in the last row, of all rank-time of the step. Groups
-    are written count x degree, the widest first; stages whose groups differ are separated by a bar.
+    are written count x degree, the widest first; stages whose groups differ are separated by a bar. What rounds
+    recompute, if they do, stands below.
     """
     columns = ("round", "groups", "tokens", "longest", "ms", "idle %", "comm %")
     table = table_of(columns, left=("groups",), folding="groups")
+    recomputed = []
     for entry in simulation.rounds:
         current = plan.pipelines[entry.pipeline].rounds[entry.round]
         lengths = [span.tokens for span in current.by_stage[0].spans()]
@@ -48,11 +52,30 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
         sizes = f"{sum(lengths):,}", f"{max(lengths, default=0):,}"
         shares = percent(entry.idle_share), percent(entry.comm_share)
         table.add_row(name, groups_of_round(current), *sizes, milliseconds(entry.time_ns), *shares)
+        recomputed.append((name, recompute_text(current)))
     table.add_section()
     sizes = f"{plan.tokens:,}", f"{max(plan.documents):,}"
     times = milliseconds(simulation.step_ns), percent(simulation.idle_share), percent(simulation.comm_share)
     table.add_row("step", f"{len(simulation.rounds)} rounds", *sizes, *times, style="bold")
+    if any(text for _, text in recomputed):
+        runs = [(text, [name for name, _ in run]) for text, run in groupby(recomputed, key=itemgetter(1))]
+        said = [f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} {text}" for text, names in runs if text]
+        table.caption, table.caption_justify = f"recomputed: round {'; round '.join(said)}", "left"
     return table
+
+
+def recompute_text(current: Round) -> str:
+    """Write the checkpointing of a round, and how many layers have a lighter one: ``selective, 4 layers none``.
+
+    Nothing where all is kept. Stages that do something else follow after a bar.
+    """
+
+    def text(work: StageMicroBatch) -> str:
+        parts = [] if work.checkpoint in (Checkpoint.NONE, Checkpoint.PROFILE) else [str(work.checkpoint)]
+        parts += [f"{work.lighter_layers} layers {work.checkpoint.lighter}"] if work.lighter_layers else []
+        return ", ".join([*parts, *["offload"] * work.offload])
+
+    return " | ".join(filter(None, dict.fromkeys(map(text, current.by_stage))))
 
 
 def groups_of_round(current: Round) -> str:

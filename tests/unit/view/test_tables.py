@@ -1,5 +1,7 @@
 """Tables: what stands in which row and column, and that columns line up; histogram of lengths and chart of ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,7 +46,8 @@ def test_plan_table(ascii_only):
     plan, simulation = small()
     text = text_of(plan_table(plan, simulation), ascii_only=ascii_only)
     lines = [line for line in text.splitlines() if line.strip("|+-─ ")]
-    header, *rows = lines
+    header, *rows, below = lines
+    assert below.strip() == "recomputed: round 0 to 1 selective"
     names = header.replace("|", " ").split()
     assert " ".join(names) == "round groups tokens longest ms idle % comm %"
     assert [row.replace("|", " ").split()[0] for row in rows] == ["0", "1", "step"]
@@ -65,6 +68,21 @@ def test_a_narrow_terminal_folds_the_groups_only():
     text = text_of(plan_table(plan, simulation), width=50)
     assert max(map(len, text.splitlines())) <= 50
     assert "61,000" in text and "comm %" in text
+
+
+def test_what_rounds_recompute_stands_below():
+    plan, simulation = small()
+    first, second = (current.by_stage[0] for current in plan.pipelines[0].rounds)
+
+    def below(*works):
+        changed = replace(plan.pipelines[0], rounds=tuple(Round((work,)) for work in works))
+        return plan_table(replace(plan, pipelines=(changed,)), simulation).caption
+
+    none, full = replace(first, checkpoint=Checkpoint.NONE), replace(second, checkpoint=Checkpoint.FULL, offload=True)
+    assert below(none, replace(second, checkpoint=Checkpoint.NONE)) is None
+    assert below(none, full) == "recomputed: round 1 full, offload"
+    mixed = "recomputed: round 0 selective, 5 layers none; round 1 full, offload"
+    assert below(replace(first, lighter_layers=5), full) == mixed
 
 
 def test_groups_are_counted_by_degree_the_widest_first():
