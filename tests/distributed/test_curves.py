@@ -152,7 +152,8 @@ def curves(gloo_pool, place: Path, dtype: str, plans: dict[str, list[Plan]], ste
     return [gloo_pool.run(train, runs[name], plans[name], ranks=RANKS, timeout_s=150)[0] for name in plans]
 
 
-@pytest.mark.parametrize(("steps", "learnt"), [(SOME, 0.85), pytest.param(STEPS, 0.6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "learnt"), [(SOME, 0.85), (STEPS, 0.6)])
 def test_in_float64_the_planner_does_not_show(gloo_pool, place, plans, steps, learnt):
     static, flex = curves(gloo_pool, place, "float64", plans, steps)
     assert len(static) == steps and static[-1] < learnt * static[0], "something was learnt"

@@ -65,8 +65,14 @@ def built(folder):
     return adapter
 
 
+QUICK = ("gemma3", "llama4", "qwen3_5")  # with windows, attention chunks, scans; the others in the longer set
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", IMAGE_TEXT_TYPES)
+@pytest.mark.parametrize(
+    "kind",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in IMAGE_TEXT_TYPES],
+)
 def test_logits_of_text_are_those_of_the_whole_model(tmp_path, kind):
     model = whole_model(kind)
     model.save_pretrained(tmp_path / "model")

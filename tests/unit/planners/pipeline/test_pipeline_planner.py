@@ -121,6 +121,7 @@ def test_no_micro_batch_holds_more_than_a_rank_may(seed):
     plan_pipeline(lengths_of(seed, longest=6000), cost, stages=4).validate()
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 24), min_size=1, max_size=6), st.integers(1, 12), st.sampled_from([(2, 2), (4, 4), (4, 2)])
 )
