@@ -13,9 +13,9 @@ from seqloom.planners.registry import make_plan
 from seqloom.simulate import simulate
 
 CASES = {
-    "a document between two checkpoints": ("1x1xH200", "llama-3b", [60_000], 1),
-    "rounds of both kinds": ("1x8xH200", "llama3-8b", [131_072] * 3 + [600_000], 1),
-    "nearly nothing fits": ("1x8xH200", "llama3-8b", [1_200_000], 1),
+    "a document between two checkpoints": ("1x1xH200", "llama-3b", [60_000]),
+    "rounds of both kinds": ("1x8xH200", "llama3-8b", [131_072] * 3 + [600_000]),
+    "nearly nothing fits": ("1x8xH200", "llama3-8b", [1_200_000]),
 }
 
 
@@ -31,11 +31,11 @@ def with_counts(plan, counts):
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_layers_as_memory_holds(name):
-    cluster, model, lengths, least = CASES[name]
+    cluster, model, lengths = CASES[name]
     cost, lengths = cost_model(cluster, model), np.array(lengths)
     plan = make_plan("flex", lengths, cost)
     counts, alike = lighter_of(plan), without_lighter_layers(plan)
-    assert sum(count > 0 for count in counts) >= least and set(lighter_of(alike)) == {0}
+    assert any(counts) and set(lighter_of(alike)) == {0}
     assert with_lighter_layers(alike, cost) == plan == with_lighter_layers(plan, cost)
     assert lower_bound(lengths, cost) <= cost.plan_ns(plan) < cost.plan_ns(alike)
     assert simulate(plan, cost).peak_memory.max() <= cost.budget_bytes

@@ -53,7 +53,7 @@ from seqloom.reader import read_mapping
 
 FORMAT = 1
 DEFAULT_COPY_GB_S = 1000.0
-"""Of tables that do not say: below what any GPU with these kernels reaches, so that copies look dear, not cheap."""
+"""Of tables that were measured without it: low for a data-centre GPU, so that copies look dear rather than cheap."""
 UNSUPPORTED_NS = 2**40
 """Time of a segment on a kernel that does not support it; far above any, and a sum of many still fits an integer."""
 
