@@ -364,7 +364,7 @@ def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
             for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
                 stages = pipeline.stages_of(pp_rank)  # of one tensor degree, or priced by that of the first
                 own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
-                narrowest = min(map(len, plan.limits.shard_groups(plan.sharding, ranks)))
+                narrowest = min(map(len, plan.shard_groups_of(pipeline, pp_rank)))
                 costs.append(own.stage_overhead_ns([pipeline.layer_ranges[s] for s in stages], len(ranks), narrowest))
             continue
         own, resident = cost.with_tensor(pipeline.stages[0].tensor), bool(unshard_times_by_stage(cost, pipeline))

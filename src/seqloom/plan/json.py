@@ -9,7 +9,7 @@
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
 A round whose activations are offloaded to CPU memory has `"offload": true` beside its checkpoint, and one whose last
-layers recompute less has `"lighter_layers": 5`. `actions` has one row per pipeline rank: the distinct `ranks` of the
+layers recompute less has `"lighter_layers": 5`. A stage whose experts are divided over 4 ranks has `"expert": 4`. `actions` has one row per pipeline rank: the distinct `ranks` of the
 stages, in the order in which these name them. Reading is strict, see `seqloom.reader`.
 """
 
@@ -48,8 +48,11 @@ VERSION = 1
 KEYS_OF_LIMITS = {"pad_multiple": "granule"}
 """Attributes of `Limits` that have another name in files."""
 
-OPTIONAL = ("offload", "lighter_layers")
-"""Attributes of a `StageMicroBatch` that files leave out where they are false or 0."""
+OPTIONAL: dict[type, dict[str, object]] = {
+    StageMicroBatch: {"offload": False, "lighter_layers": 0},
+    Stage: {"expert": 1},
+}
+"""Attributes that files leave out where they have these values."""
 
 _CONTENT = ("limits", "sharding", "reduce", "documents", "pipelines")
 _OBJECTS = (Group, StageMicroBatch, Route, Stage, Pipeline, Limits)
@@ -81,11 +84,8 @@ def _plain(value: Any) -> Any:
     fields = {KEYS_OF_LIMITS.get(name, name): getattr(value, name) for name in value.__slots__}
     if isinstance(value, Pipeline):
         fields["actions"] = [" ".join(map(str, row)) for row in value.actions]
-    if isinstance(value, StageMicroBatch):
-        for name in OPTIONAL:
-            if not fields[name]:
-                del fields[name]
-    return fields
+    usual = OPTIONAL.get(type(value), {})
+    return {name: each for name, each in fields.items() if name not in usual or each != usual[name]}
 
 
 # -- reading: every kind of object with a reader for each of its keys ------------------------------------------------
@@ -110,11 +110,12 @@ def _read_plan(value: Any) -> Plan:
     return Plan(**{key: read(fields[key], key) for key, read in _PLAN.items()})
 
 
-def _object(kind: type[Any], optional: tuple[str, ...] = (), **readers: Reader) -> Reader:
+def _object(kind: type[Any], **readers: Reader) -> Reader:
+    optional = OPTIONAL.get(kind, {})
     keys = [key for key in readers if key not in optional]
 
     def read(value: Any, where: str) -> Any:
-        fields = read_object(value, where, keys, optional)
+        fields = read_object(value, where, keys, [*optional])
         return kind(**{key: readers[key](fields[key], f"{where}.{key}") for key in readers if key in fields})
 
     return read
@@ -175,7 +176,7 @@ def _read_layout(value: Any, where: str) -> Layout:
         raise SeqloomError(f"{where}: {error}") from None
 
 
-_STAGE = _object(Stage, ranks=read_integers, layers=_read_layers, tensor=read_integer)
+_STAGE = _object(Stage, ranks=read_integers, layers=_read_layers, tensor=read_integer, expert=read_integer)
 _GROUP = _object(
     Group,
     ranks=read_integers,
@@ -187,7 +188,6 @@ _GROUP = _object(
 )
 _WORK = _object(
     StageMicroBatch,
-    OPTIONAL,
     checkpoint=_choice(Checkpoint),
     groups=_list(_GROUP),
     attention=_or_null(_read_layout),

@@ -139,12 +139,15 @@ class Limits:
         """Return `tokens` rounded up to the `pad_multiple`."""
         return -(-tokens // self.pad_multiple) * self.pad_multiple
 
-    def shard_groups(self, sharding: Sharding, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Cut the ranks of a pipeline rank into shard groups: those that share parameter shards."""
+    def shard_groups(self, sharding: Sharding, ranks: Sequence[int], expert: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Cut the ranks of a pipeline rank into shard groups: those that share parameter shards.
+
+        Where parameters are not sharded, these are the EP groups: ranks that divide the experts among them.
+        """
         if sharding == Sharding.FULL:
             return (tuple(ranks),)
         if sharding in (Sharding.NONE, Sharding.FREE):
-            return tuple((rank,) for rank in ranks)
+            return tuple(tuple(ranks[k : k + expert]) for k in range(0, len(ranks), expert))
         nodes: dict[int, list[int]] = {}
         for rank in ranks:
             nodes.setdefault(rank // self.node_size, []).append(rank)

@@ -33,11 +33,16 @@ class Stage:
     With a tensor degree t above 1 the weights are split over t neighbours: ranks 0 to t - 1 of the stage, the next t,
     and so on. Tokens and heads are then split over these ranks exactly as over Ulysses ranks, so tensor ranks are the
     innermost part of a group's Ulysses axis: every group of the stage has a `ulysses` that is a multiple of t.
+
+    With an expert degree e above 1 the experts of every layer are divided over e neighbours (an EP group) in the same
+    way. Tokens stay where they are: a rank sends each to the ranks with its experts, and gets the results back. So the
+    ranks of an EP group take part in the same rounds, whichever of them has tokens.
     """
 
     ranks: tuple[int, ...]
     layers: tuple[int, int]
     tensor: int = 1
+    expert: int = 1
 
     @property
     def layer_count(self) -> int:
@@ -100,6 +105,11 @@ class Pipeline:
         """The layers of every stage."""
         return tuple(LayerRange(*stage.layers, self.stages[-1].layers[1]) for stage in self.stages)
 
+    def ep_groups(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of a stage that divide the experts of its layers among them, group by group."""
+        ranks, size = self.stages[stage].ranks, self.stages[stage].expert
+        return tuple(ranks[k : k + size] for k in range(0, len(ranks), size))
+
     def pp_rank_of(self, stage: int) -> int:
         """Return the pipeline rank, and so the row of `actions`, that runs a stage."""
         return self.ranks_by_pp_rank.index(self.stages[stage].ranks)
@@ -117,13 +127,14 @@ class Pipeline:
         rounds: Sequence[Round],
         reduce: Reduce,
         tensor: int = 1,
+        expert: int = 1,
     ) -> Pipeline:
         """Build the pipeline of one stage with the trivial table; rounds have one `StageMicroBatch` each.
 
         `layers` is the model's number of layers, or their range.
         """
         extent = (0, layers) if isinstance(layers, int) else layers
-        stage = Stage(tuple(ranks), extent, tensor)
+        stage = Stage(tuple(ranks), extent, tensor, expert)
         return cls((stage,), tuple(rounds), (tuple(_single_stage_row(rounds, reduce)),))
 
 

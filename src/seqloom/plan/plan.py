@@ -49,11 +49,16 @@ class Plan:
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that share parameter shards, and so take part in the same rounds, pipeline rank by pipeline rank.
 
-        A shard group is all ranks of a pipeline rank (full sharding), those in one node (hybrid) or one rank (none).
-        Ranks of no stage are in no shard group.
+        A shard group is all ranks of a pipeline rank (full sharding), those in one node (hybrid), or one rank (none),
+        and its EP group where experts are divided. Ranks of no stage are in no shard group.
         """
-        stage_ranks = (ranks for pipeline in self.pipelines for ranks in pipeline.ranks_by_pp_rank)
-        return tuple(group for ranks in stage_ranks for group in self.limits.shard_groups(self.sharding, ranks))
+        pp_ranks = ((each, index) for each in self.pipelines for index in range(len(each.ranks_by_pp_rank)))
+        return tuple(group for pipeline, index in pp_ranks for group in self.shard_groups_of(pipeline, index))
+
+    def shard_groups_of(self, pipeline: Pipeline, pp_rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shard groups of one pipeline rank."""
+        first = pipeline.stages[pipeline.stages_of(pp_rank)[0]]
+        return self.limits.shard_groups(self.sharding, first.ranks, first.expert)
 
     @property
     def rounds(self) -> int:

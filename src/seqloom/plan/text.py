@@ -70,7 +70,8 @@ def _lines(plan: Plan) -> Iterator[str]:
 def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[str]:
     for s, stage in enumerate(pipeline.stages):
         first, stop = stage.layers
-        yield f"stage {s} ranks {_runs(stage.ranks)} layers {first}-{stop} tensor {stage.tensor}"
+        expert = f" expert {stage.expert}" if stage.expert != 1 else ""
+        yield f"stage {s} ranks {_runs(stage.ranks)} layers {first}-{stop} tensor {stage.tensor}{expert}"
     for r, current in enumerate(pipeline.rounds):
         if not current.by_stage:
             yield f"round {r}"
@@ -126,7 +127,7 @@ def _runs(ranks: Iterable[int]) -> str:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 _KEYS = ("planner", *_NUMBERS.values(), "capacity", "sharding", "reduce", "documents")
-_STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)")
+_STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)(?: expert (\d+))?")
 _ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: lighter (\d+))?(?: remap (\S+))?( offload)?)?")
 _GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
 _LAYOUT = re.compile(r"(attention|linear) axes ([12])")
@@ -255,10 +256,10 @@ def _read_documents(lines: _Lines, count: int) -> tuple[int, ...]:
 def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
     stages: list[Stage] = []
     while re.match(r"stage \d+ ", lines.peek()):
-        number, ranks, *numbers = lines.match(_STAGE, "stage 0 ranks 0-7 layers 0-32 tensor 1").groups()
+        number, ranks, *numbers = lines.match(_STAGE, "stage 0 ranks 0-7 layers 0-32 tensor 1").groups(default="1")
         lines.expect_number("stage", number, len(stages))
-        first, stop, tensor = map(lines.number, numbers)
-        stages.append(Stage(_read_ranks(lines, ranks), (first, stop), tensor))
+        first, stop, tensor, expert = map(lines.number, numbers)
+        stages.append(Stage(_read_ranks(lines, ranks), (first, stop), tensor, expert))
     rounds = _read_rounds(lines, documents)
     rows: list[tuple[Action, ...]] = []
     while lines.peek().startswith("host "):

@@ -65,7 +65,7 @@ def _state_bytes(
     stages, layers = pipeline.stages_of(pp_rank), pipeline.layer_ranges
     memory = {s: cost.with_tensor(pipeline.stages[s].tensor).memory for s in stages}
     working, state = max(memory[s].working_bytes(layers[s]) for s in stages), {}
-    for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.ranks_by_pp_rank[pp_rank]):
+    for shard_group in plan.shard_groups_of(pipeline, pp_rank):
         sharded = {s: memory[s].state_bytes(layers[s], len(shard_group)) for s in stages if s not in unsharded}
         own = working + sum(sharded[s] if s in sharded else unsharded[s].always for s in stages)
         state |= dict.fromkeys(shard_group, own)

@@ -38,6 +38,12 @@ def test_islands(plain: Plan) -> None:
     assert plain.shard_groups == (tuple(range(8)),)
     assert replace(plain, sharding=Sharding.HYBRID).shard_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert replace(plain, sharding=Sharding.NONE).shard_groups == tuple((rank,) for rank in range(8))
+    pipeline = replace(plain.pipelines[0], stages=(replace(plain.pipelines[0].stages[0], expert=4),))
+    divided = replace(plain, pipelines=(pipeline,))
+    assert pipeline.ep_groups(0) == ((0, 1, 2, 3), (4, 5, 6, 7)) and divided.shard_groups == plain.shard_groups
+    assert replace(divided, sharding=Sharding.NONE).shard_groups == pipeline.ep_groups(0)
+    assert divided.hash != plain.hash and "expert" not in plain.to_json()
+    assert Plan.from_json(divided.to_json()) == divided == Plan.from_text(divided.to_text())
 
 
 def test_islands_lie_inside_a_pp_rank(plain: Plan) -> None:

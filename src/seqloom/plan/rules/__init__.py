@@ -27,6 +27,7 @@ RULES: dict[str, Callable[[Plan], None]] = {
     "heads": structure.heads,
     "family": structure.family,
     "tensor": structure.tensor,
+    "expert": structure.expert,
     "group-order": groups.group_order,
     "methods": groups.methods,
     "routes": groups.routes,

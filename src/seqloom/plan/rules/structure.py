@@ -234,6 +234,31 @@ def tensor(plan: Plan) -> None:
             _check_tp_groups(place(where), stage, group)
 
 
+def expert(plan: Plan) -> None:
+    """The expert degree divides a stage's ranks, is the same on all stages of a pipeline rank, and excludes tensor > 1.
+
+    The ranks of an EP group take part in the same rounds, so with hybrid sharding they are in one node.
+    """
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            degree, value = stage.expert, f"pipeline {p} stage {s} has expert degree {stage.expert!r}"
+            if not whole_numbers((degree,)) or degree < 1 or len(stage.ranks) % degree:
+                nearest = max((size for size in _divisors(len(stage.ranks)) if size <= degree), default=1)
+                must = f"it divides the {len(stage.ranks)} ranks of the stage"
+                raise violation("expert", value, must, f"use {nearest}")
+            if degree > 1 and stage.tensor > 1:
+                must = f"the {stage.tensor} ranks of a TP group divide the experts already"
+                raise violation("expert", value, must, "use expert degree 1, or tensor degree 1")
+            first = pipeline.stages[pipeline.stages_of(pipeline.pp_rank_of(s))[0]].expert
+            if degree != first:
+                must = f"stages of the same ranks divide experts alike, and another has degree {first}"
+                raise violation("expert", value, must, f"use {first}")
+            nodes = [{rank // plan.limits.node_size for rank in ranks} for ranks in pipeline.ep_groups(s)]
+            if plan.sharding == Sharding.HYBRID and any(len(each) > 1 for each in nodes):
+                must = "under hybrid sharding ranks of one node run the same rounds, and the EP group is in several"
+                raise violation("expert", value, must, "use a degree that divides a node's ranks, or sharding full")
+
+
 def _check_degree(value: str, stage: Stage, heads: int) -> None:
     """Refuse a degree that does not divide the ranks, or the query heads."""
     for on, count, what in (("on", len(stage.ranks), "ranks of the stage"), ("for", heads, "query heads")):

@@ -542,7 +542,7 @@ def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
         share = sum(part.stop - part.first for part in own) / cost.model.layers
         work, chain = prices.least(share, any(part.has_head for part in own), len(ranks))
         best = max(best, float(work.sum() / len(ranks)), float(chain.max()))
-        shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
+        shard_groups = plan.shard_groups_of(pipeline, pp_rank)
         end = max(end, cost.stage_overhead_ns(own, len(ranks), min(map(len, shard_groups)))[0])
     return int(best * (1 - PRECISION)) + end
 
