@@ -89,7 +89,7 @@ class Step:
         model = Transformer(self.spec, self.options, seed=2, dtype=self.dtype)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter *= 12 if parameter.ndim == 2 else 1
+                parameter *= 12 if parameter.ndim > 1 else 1
         if self.float8:
             assert use_float8(model.model.layers, narrowest=16)
         return model
@@ -277,6 +277,38 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
     plan = replace(plan, pipelines=(replace(line, rounds=tuple(Round((work,)) for work in works)),))
     plan.validate()
     return open_together(plan) if draw(st.booleans()) and plan.reduce == Reduce.STEP else plan
+
+
+@st.composite
+def with_experts(draw: st.DrawFn, step: Step) -> Step:
+    """Draw the same step with experts in some layers, as many as 8 ranks or fewer can divide."""
+    layers = step.spec.layers
+    sparse = draw(st.lists(st.integers(0, layers - 1), min_size=1, max_size=layers, unique=True))
+    sizes = {"experts": draw(st.sampled_from((12, 24))), "active_experts": draw(st.integers(1, 4)), "expert_ffn": 6}
+    return replace(
+        step, spec=replace(step.spec, moe_layers=tuple(sorted(sparse)), shared_ffn=draw(st.sampled_from((0, 8))), **sizes)
+    )
+
+
+@st.composite
+def divided_experts(draw: st.DrawFn, plan: Plan, experts: int) -> Plan:
+    """Draw a plan whose stages divide their experts over any number of ranks that may."""
+    node, pipelines = plan.limits.node_size, []
+    for line in plan.pipelines:
+        degrees = {}
+        for ranks in line.ranks_by_pp_rank:
+            legal = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == experts % size == 0]
+            if plan.sharding == Sharding.HYBRID:
+                groups = {size: [ranks[k : k + size] for k in range(0, len(ranks), size)] for size in legal}
+                legal = [size for size in legal if all(len({r // node for r in each}) == 1 for each in groups[size])]
+            degrees[ranks] = draw(st.sampled_from(legal))
+        stages = tuple(
+            replace(stage, expert=degrees[stage.ranks] if stage.tensor == 1 else 1) for stage in line.stages
+        )
+        pipelines.append(replace(line, stages=stages))
+    divided = replace(plan, pipelines=tuple(pipelines))
+    divided.validate()
+    return divided
 
 
 def open_together(plan: Plan) -> Plan:

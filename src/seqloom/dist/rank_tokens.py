@@ -18,6 +18,7 @@ from typing import TypeVar, cast
 import numpy as np
 import torch
 
+from seqloom.dist.expert_parallel import EPGroup
 from seqloom.dist.rows import (
     expand_runs,
     inverse_permutation,
@@ -91,6 +92,7 @@ class Context:
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
         kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
         tp_group: ranks that share the weights with this one; None: tensor degree 1.
+        ep_group: ranks that divide the experts with this one; None: expert degree 1.
         dropout_seed: of the step's random numbers (`models.dropout`); None: nothing is dropped.
         layers: first layer of the stage, and the one behind its last; None: not known.
         saved_attention: results of attention that selective checkpointing keeps (`attention.api.SavedAttention`);
@@ -102,6 +104,7 @@ class Context:
         "attention_redistribute",
         "documents",
         "dropout_seed",
+        "ep_group",
         "groups",
         "kv_cache",
         "layers",
@@ -129,6 +132,7 @@ class Context:
         tp_group: TPGroup | None = None,
         dropout_seed: int | None = None,
         layers: tuple[int, int] | None = None,
+        ep_group: EPGroup | None = None,
     ) -> None:
         """Do the index work of a rank's groups; see `bind`.
 
@@ -137,6 +141,7 @@ class Context:
             redistribute: from the linear to the attention layout; None where these are the same.
         """
         self.work, self.transport, self.node_size, self.layers = work, transport, node_size, layers
+        self.ep_group = ep_group
         self.pieces, self.kv_cache, self.tp_group, self.dropout_seed = pieces, kv_cache, tp_group, dropout_seed
         rank, remaps_attention = transport.rank, work.remap == Remap.ATTENTION
         own = [group for group in work.groups if rank in group.ranks]
@@ -212,6 +217,7 @@ def bind(
     tensor: int = 1,
     dropout_seed: int | None = None,
     layers: tuple[int, int] | None = None,
+    ep_ranks: tuple[int, ...] = (),
 ) -> Context:
     """Compute what one stage's share of a round means for the rank of `transport`. Communicates nothing.
 
@@ -226,6 +232,7 @@ def bind(
         tensor: tensor parallel degree of the stage, the inner part of every group's Ulysses axis.
         dropout_seed: another one for every step of training, the same on all ranks; None: nothing is dropped.
         layers: of the stage, as `Stage.layers`; needed where some of them recompute less than the others.
+        ep_ranks: that divide the experts of the layers, this rank among them; see `Pipeline.ep_groups`.
     """
     _check_ranks(work, transport, node_size)
     _check_layouts(work, tensor)
@@ -237,8 +244,9 @@ def bind(
         sliced = slice_of(work, index, tensor)
         tp_group = bind_tp_group(ranks, index, blocks, Context(sliced, _block_layouts(sliced, rank), *shared), family)
     redistribute = _bind_redistribute(work, transport, device, shard_groups, family)
+    ep_group = EPGroup(ep_ranks, ep_ranks.index(rank), transport) if len(ep_ranks) > 1 else None
     options = {"redistribute": redistribute, "tp_group": tp_group, "dropout_seed": dropout_seed, "layers": layers}
-    return Context(work, blocks, *shared, **options)
+    return Context(work, blocks, *shared, **options, ep_group=ep_group)
 
 
 def bind_single_rank(

@@ -137,11 +137,12 @@ def bind_plan(
     stages: dict[int, tuple[RankMicroBatch, ...]] = {}
     for stage in pipeline.stages_of(pp_rank):
         layers, tensor, microbatches = pipeline.layer_ranges[stage], pipeline.stages[stage].tensor, []
+        ep_ranks = next(ranks for ranks in pipeline.ep_groups(stage) if rank in ranks)
         for number, current in enumerate(pipeline.rounds):
             work = current.by_stage[stage]
             context = None
             if _takes_part(work, shard_group):
-                context = bind_round(work, tensor=tensor, layers=(layers.first, layers.stop))
+                context = bind_round(work, tensor=tensor, layers=(layers.first, layers.stop), ep_ranks=ep_ranks)
             if prepare is not None and context is not None:
                 prepare(context)
             slices = (None, None) if context is None else boundary.slices(stage, number, context.tokens)
@@ -173,6 +174,7 @@ def _shared_last_backward(pipeline: Pipeline, row: Sequence[Action], rank: int) 
         assert action.round is not None
         work = pipeline.rounds[action.round].by_stage[action.stage]
         ranks = {each for group in work.groups for each in group.participants}
+        ranks |= {each for peers in pipeline.ep_groups(action.stage) if not ranks.isdisjoint(peers) for each in peers}
         if rank in ranks:
             layouts = [work.attention_layout(), *([] if work.linear is None else [work.linear])]
             return action if all(ranks == {*layout.rank.tolist()} for layout in layouts) and not ranks & later else None

@@ -4,8 +4,9 @@ A TP group of t ranks runs the wide parts of a layer together: each rank has 1/t
 
     q, k, v, gate, up    [out, in]    rows are sharded       rank k has rows k/t .. (k+1)/t, and of the biases too
     o, down              [out, in]    columns are sharded    the ranks' outputs are partial sums
+    experts              [experts, out, in]                  rank k has experts k/t .. (k+1)/t; partial sums
 
-All else (norms, token embedding, head) is replicated on every rank of the group.
+All else (norms, routers, token embedding, head) is replicated on every rank of the group.
 
 Deferred initialisation: a model may be built with its parameters on "meta" and a reader of their values. They are read
 one parameter at a time, when parameters are cut into shards, so no rank ever has the whole model:
@@ -36,7 +37,7 @@ from seqloom.models.transformer import Transformer
 from seqloom.plan import LayerRange
 from seqloom.plan.parameter_layout import COLUMNS, ROWS
 
-TP_AXES = {name: ROWS for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")} | {
+TP_AXES = {name: ROWS for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts")} | {
     name: COLUMNS for name in ("o_proj", "down_proj")
 }
 """Axis along which a TP group shards the linear layers of the reference transformer, by name."""
@@ -100,6 +101,9 @@ class ModelAdapter:
         decoder, spec = model.model, model.spec
         modules = {name: name.split(".")[-2] for name, _ in model.named_parameters()}
         masks = dict.fromkeys(spec.masks)
+        dense = len(spec.moe_layers) < spec.layers
+        divisors = {"heads": spec.heads, "kv heads": spec.kv_heads, "MLP width": spec.ffn if dense else 0}
+        divisors |= {"experts": spec.experts, "width of the shared expert": spec.shared_ffn}
         return cls(
             model,
             tuple(decoder.layers),
@@ -116,7 +120,7 @@ class ModelAdapter:
             norm=decoder.norm,
             embedding=decoder.embed_tokens,
             tp_axes={name: TP_AXES[module] for name, module in modules.items() if module in TP_AXES},
-            tp_divisors={"heads": spec.heads, "kv heads": spec.kv_heads, "MLP width": spec.ffn},
+            tp_divisors={name: count for name, count in divisors.items() if count},
             no_tp_reason="",
         )
 

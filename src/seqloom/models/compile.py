@@ -40,7 +40,7 @@ from seqloom.dist.rows import take
 from seqloom.errors import SeqloomError
 from seqloom.models.dropout import check_rows, hide_keys
 from seqloom.models.float8 import allow_in_graphs
-from seqloom.models.layer_wrapper import ROUTER_LOSS, LayerWrapper
+from seqloom.models.layer_wrapper import DROPOUT, ROUTER_LOSS, LayerWrapper
 
 INDUCTOR_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """Inductor decides by the number of tokens whether the two sums in the backward of a norm become one kernel, and guards
@@ -82,7 +82,7 @@ def _run_compiled(
     if context.pieces:  # the number of the layer in the model, as its attention knows it
         number = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)
     call = LayerCall(context, number)
-    if LayerWrapper.of(layer).dropout is not None:
+    if DROPOUT in LayerWrapper.of(layer).scopes:
         hide_keys(layer, opaque_handle)
     return body(
         layer,

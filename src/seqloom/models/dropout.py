@@ -24,7 +24,7 @@ from torch import nn
 from seqloom.dist import Context
 from seqloom.dist.rank_tokens import rows_of_spans
 from seqloom.errors import SeqloomError
-from seqloom.models.layer_wrapper import LayerWrapper
+from seqloom.models.layer_wrapper import DROPOUT, LayerWrapper
 from seqloom.plan import Remap
 
 BITS = 32
@@ -77,7 +77,7 @@ def plan_dropout(layers: Sequence[nn.Module], mlp_names: Iterable[str] = ()) -> 
                 found.append((count, name.split(".")[0] in names, module))
                 count += 1
         if found:
-            LayerWrapper.of(layer).dropout = LayerDropout(tuple(found)).keyed
+            LayerWrapper.of(layer).scopes[DROPOUT] = LayerDropout(tuple(found)).keyed
     return count
 
 

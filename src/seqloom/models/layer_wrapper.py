@@ -4,7 +4,8 @@
 names. Whatever order behaviours are added in, they run in this one, outermost first:
 
     1. recompute   activation checkpointing, as the context of the call says      `recompute_layers`
-    2. dropout     what the call's tokens are, for dropout modules                `models.dropout.plan_dropout`
+    2. scopes      what the context says to parts of the layer: whose tokens      `models.dropout.plan_dropout`
+                   drop what, which experts are this rank's                       `models.experts.divide_experts`
     3. compile     the body as one graph for all layers of a class                `models.compile.compile_layers`
     4. hooks       on parts of the layer, for one call: tensor parallelism,       `integrations.transformers`
                    redistribution around the MLP, router losses
@@ -43,6 +44,8 @@ from seqloom.plan import Checkpoint
 T = TypeVar("T")
 ROUTER_LOSS = "router_loss"
 """Name of the hooks by which a layer reports to `models.router_loss`."""
+DROPOUT, EXPERTS = "dropout", "experts"
+"""Names of scopes."""
 KEEP_ALL = (Checkpoint.NONE, Checkpoint.STAGE, Checkpoint.PROFILE)
 LayerHooks = Callable[[nn.Module, Context], AbstractContextManager[object] | None]
 """Puts hooks on parts of a layer for one call with a context, removed at the exit; None: this call needs none."""
@@ -54,13 +57,13 @@ class LayerWrapper:
 
     Attributes:
         layer: its number among the layers that recompute; None: it does not apply activation checkpointing.
-        dropout: entered with the context of a call; None: the layer drops nothing.
+        scopes: by name, entered with the context of a call; also around a compiled body.
         compiled: compiled(layer, context, args, kwargs) runs the compiled body; None: not compiled.
         hooks: by name.
     """
 
     layer: int | None = None
-    dropout: Callable[[Context], AbstractContextManager[object]] | None = None
+    scopes: dict[str, Callable[[Context], AbstractContextManager[object]]] = field(default_factory=dict)
     compiled: Callable[[nn.Module, Context, tuple[Any, ...], dict[str, Any]], Any] | None = None
     hooks: dict[str, LayerHooks] = field(default_factory=dict)
 
@@ -84,8 +87,9 @@ def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs: Any) -> Any:
     context = next((each for each in (*args, *kwargs.values()) if isinstance(each, Context)), None)
     with ExitStack() as stack:
-        if wrapper.dropout is not None and context is not None:
-            stack.enter_context(wrapper.dropout(context))
+        if context is not None:
+            for scope in wrapper.scopes.values():
+                stack.enter_context(scope(context))
         if wrapper.compiled is not None:
             context = context_among(args, kwargs)
             # A graph cannot change the number of rows: in such a round the layer runs as it stands.

@@ -24,6 +24,7 @@ from torch.nn.functional import silu
 from seqloom.attention import attention
 from seqloom.dist import all_gather_rows, attention_context, reduce_scatter_rows, run_in_mlp_layout
 from seqloom.errors import SeqloomError, unknown_name
+from seqloom.models.experts import ExpertRange, divide_experts, grouped_linear, run_experts
 
 if TYPE_CHECKING:
     from seqloom.describe import ModelSpec
@@ -230,18 +231,64 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: one projection gates another, a third brings the product back."""
 
-    def __init__(self, spec: ModelSpec, **factory: Any) -> None:
+    def __init__(self, hidden: int, width: int, **factory: Any) -> None:
         super().__init__()
-        self.width = spec.ffn
-        self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **factory)
-        self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **factory)
-        self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=False, **factory)
+        self.width = width
+        self.gate_proj = nn.Linear(hidden, width, bias=False, **factory)
+        self.up_proj = nn.Linear(hidden, width, bias=False, **factory)
+        self.down_proj = nn.Linear(width, hidden, bias=False, **factory)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
+        return reduce_scatter_rows(self.partial(all_gather_rows(x, context), context), context)
+
+    def partial(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """Return what this rank's part of the width adds to the output of the TP group's tokens."""
         check_weight_shard(self.gate_proj.weight, self.width, context)
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards whose matrices lie in one tensor each, expert by expert."""
+
+    def __init__(self, spec: ModelSpec, **factory: Any) -> None:
+        super().__init__()
+        self.count, hidden, width = spec.experts, spec.hidden, spec.expert_ffn
+        self.expert_range: ExpertRange | None = None
+        self.gate_up_proj = nn.Parameter(torch.empty(self.count, 2 * width, hidden, **factory))
+        self.down_proj = nn.Parameter(torch.empty(self.count, hidden, width, **factory))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the experts of every token, see `run_experts`; in a TP group, of this rank's."""
+        experts = self.expert_range or ExpertRange(self.count, range(self.count))
+        gate_up, down = map(experts.in_hand, (self.gate_up_proj, self.down_proj))
+
+        def compute(rows: torch.Tensor, _: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            gate, up = grouped_linear(rows, gate_up, ends).chunk(2, dim=-1)
+            return grouped_linear(silu(gate) * up, down, ends)
+
+        return run_experts(x, chosen, weights, experts, compute)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router sends every token to some experts; one more feed-forward, if there is one, serves all tokens."""
+
+    def __init__(self, spec: ModelSpec, **factory: Any) -> None:
+        super().__init__()
+        self.top_k = spec.active_experts
+        self.gate = nn.Linear(spec.hidden, spec.experts, bias=False, **factory)
+        self.experts = Experts(spec, **factory)
+        self.shared_expert = FeedForward(spec.hidden, spec.shared_ffn, **factory) if spec.shared_ffn else None
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """Map `x` [tokens, hidden] to the same shape; the weights of a token's experts add up to 1."""
         x = all_gather_rows(x, context)
-        return reduce_scatter_rows(self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x)), context)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weights, chosen = self.gate(x).to(wide).softmax(-1).topk(self.top_k)
+        out = self.experts(x, chosen, (weights / weights.sum(-1, keepdim=True)).to(x.dtype))
+        if self.shared_expert is not None:
+            out = out + self.shared_expert.partial(x, context)
+        return reduce_scatter_rows(out, context)
 
 
 class Layer(nn.Module):
@@ -250,7 +297,8 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, options: TransformerOptions, layer: int, **factory: Any) -> None:
         super().__init__()
         self.self_attn = Attention(spec, options, layer, **factory)
-        self.mlp = FeedForward(spec, **factory)
+        sparse = layer in spec.moe_layers
+        self.mlp = MixtureOfExperts(spec, **factory) if sparse else FeedForward(spec.hidden, spec.ffn, **factory)
         self.input_layernorm = RMSNorm(spec.hidden, options.eps, **factory)
         self.post_attention_layernorm = RMSNorm(spec.hidden, options.eps, **factory)
 
@@ -326,6 +374,7 @@ class Transformer(nn.Module):
         _check_spec(spec, options.rope)
         self.spec, self.options = spec, options
         self.model = Decoder(spec, options, dtype=dtype, device="meta")  # no time spent on values that are replaced
+        divide_experts(self.model.layers, lambda module: module.count if isinstance(module, Experts) else None)
         self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False, dtype=dtype, device="meta")
         self._tie()
         if torch.device(device).type != "meta":
@@ -364,7 +413,6 @@ class Transformer(nn.Module):
 def _check_spec(spec: ModelSpec, rope: Rope) -> None:
     """Refuse what the spec has and this model has not, and heads that cannot be rotated."""
     refused = {
-        "experts": (spec.experts > 0, "routed experts"),
         "learned_positions": (spec.learned_positions, "a table of positions"),
         "gated": (not spec.gated, "a feed-forward without gate"),
     }
@@ -372,7 +420,7 @@ def _check_spec(spec: ModelSpec, rope: Rope) -> None:
         if has:
             raise SeqloomError(
                 f"model {spec.name}: {name} = {getattr(spec, name)!r} means {what}; the reference transformer is a "
-                "dense decoder of the Llama family: choose llama3-8b or qwen3-0.6b, or a spec that is gated and has "
-                "neither experts nor learned positions"
+                "decoder of the Llama family: choose llama3-8b or qwen3-0.6b, or a spec that is gated and has no learned "
+                "positions"
             )
     rope.frequencies(spec.head_dim)
