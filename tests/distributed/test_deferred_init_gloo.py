@@ -36,10 +36,10 @@ def read(transport, layout):
     """Place a model; return its values, those of a model that was there from the start, and the most that was there."""
     model, most, asked = Transformer(SPEC, device="meta", dtype=torch.float64), [0], []
 
-    def watched(name):
+    def watched(name, rows):
         most[0] = max(most[0], whole(model))
         asked.append(name)
-        return model.initial_value(SEED, name)
+        return model.initial_value(SEED, name)[rows]
 
     adapter = replace(ModelAdapter.of(model), deferred=DeferredParameters(watched, torch.device("cpu")))
     found = {name: each.clone() for name, each in place(transport, adapter, layout).full_parameters()}

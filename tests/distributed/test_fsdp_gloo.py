@@ -37,7 +37,8 @@ def spread(transport, step, plan):
     def make(adapter, transport):
         if plan.sharding == Sharding.FREE:
             return ReshardingParameters(adapter, transport)
-        return FSDPParameters(adapter, transport, plan.sharding, node_size=NODE)
+        expert = plan.pipelines[0].stages[0].expert
+        return FSDPParameters(adapter, transport, plan.sharding, node_size=NODE, expert=expert)
 
     return step.spread(plan, transport, make)
 
@@ -182,6 +183,31 @@ def test_frozen_parameters_and_parameters_that_some_ranks_do_not_touch(gloo_pool
     assert found.pop("shift").norm() > 0 and len(found) == 2
     for name, each in found.items():
         assert float((each - wanted[name]).norm() / wanted[name].norm()) < 1e-9
+
+
+MIXTURE = replace(STEP, spec=tiny_spec(experts=8, active_experts=3, expert_ffn=6, shared_ffn=8, moe_layers=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "expert", "experts"),
+    [
+        (Sharding.FULL, 2, 12),  # six experts over four ranks: each is cut inside
+        *((Sharding.FULL, 8, 8), (Sharding.HYBRID, 4, 8), (Sharding.NONE, 2, 8), (Sharding.FREE, 4, 8)),
+        pytest.param(Sharding.FULL, 4, 8, marks=pytest.mark.slow),
+        pytest.param(Sharding.HYBRID, 2, 6, marks=pytest.mark.slow),
+        pytest.param(Sharding.NONE, 8, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_divided_experts_under_every_sharding(gloo_pool, sharding, expert, experts):
+    """Ranks keep shards of their own experts alone, inside a node and over both."""
+    step = replace(MIXTURE, spec=replace(MIXTURE.spec, experts=experts))
+    plan = planned(sharding=sharding, checkpoint=KINDS, reduce=Reduce.STEP)
+    [line] = plan.pipelines
+    plan = replace(plan, pipelines=(replace(line, stages=(replace(line.stages[0], expert=expert),)),))
+    plan.validate()
+    found, wanted = gloo_pool.run(spread, step, plan, ranks=8), step.alone()
+    assert max(each.worst(wanted) for each in found) < 1e-9
+    assert len({each.loss for each in found}) == len({each.norm for each in found}) == 1
 
 
 def with_transformers(transport, name, lora, plan, make):

@@ -11,7 +11,7 @@ All else (norms, routers, token embedding, head) is replicated on every rank of 
 Deferred initialisation: a model may be built with its parameters on "meta" and a reader of their values. They are read
 one parameter at a time, when parameters are cut into shards, so no rank ever has the whole model:
 
-    a file, or a generator   --read-->   one parameter, whole, on the device   --shard-->   this rank's rows
+    a file, or a generator   --read-->   one parameter, or some rows of it, on the device   --shard-->   this rank's rows
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from seqloom.errors import SeqloomError
 from seqloom.models.loss import CHUNK, PRODUCTS, HeadGradients, Logits, summed_loss
 from seqloom.models.router_loss import RouterLoss
 from seqloom.models.split_backward import WeightGradients
-from seqloom.models.transformer import Transformer
+from seqloom.models.transformer import Experts, Transformer
 from seqloom.plan import LayerRange
 from seqloom.plan.parameter_layout import COLUMNS, ROWS
 
@@ -67,6 +67,8 @@ class ModelAdapter:
         tp_divisors: what a tensor degree must divide (such as "kv heads") -> how many there are.
         no_tp_reason: why no TP group can shard the model's weights; "" if one can.
         deferred: values of parameters that are on "meta"; None: the module has them.
+        experts: modules of experts, which read `expert_range` (`models.experts`), and how many each has; their
+            parameters with so many rows belong to experts.
         router_loss: of layers with experts, which report to it; None: there is none.
     """
 
@@ -89,6 +91,7 @@ class ModelAdapter:
     deferred: DeferredParameters | None = None
     logits: Logits = PRODUCTS
     router_loss: RouterLoss | None = None
+    experts: tuple[tuple[nn.Module, int], ...] = ()
 
     @classmethod
     def of(cls, model: Transformer) -> ModelAdapter:
@@ -122,6 +125,7 @@ class ModelAdapter:
             tp_axes={name: TP_AXES[module] for name, module in modules.items() if module in TP_AXES},
             tp_divisors={name: count for name, count in divisors.items() if count},
             no_tp_reason="",
+            experts=tuple((each, each.count) for each in model.modules() if isinstance(each, Experts)),
         )
 
     @property
@@ -158,6 +162,33 @@ class ModelAdapter:
             for name, parameter in self.module.named_parameters() if named is None else named:
                 if parameter.is_meta:
                     self.deferred.materialize(name, parameter)
+
+    def read_rows(self, name: str, parameter: nn.Parameter, rows: slice) -> torch.Tensor:
+        """Return rows of a parameter's value in new memory, on its device: those that `deferred` has, if on "meta"."""
+        if self.deferred is not None and parameter.is_meta:
+            return self.deferred.rows(name, parameter, rows)
+        return parameter.detach()[rows].clone()
+
+    @property
+    def expert_parameters(self) -> dict[str, int]:
+        """Names of the parameters of experts, one row for each expert, and how many there are."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        found = ((each, count) for module, count in self.experts for each in module.parameters())
+        return {names[id(each)]: count for each, count in found if each.ndim > 1 and len(each) == count}
+
+    def check_expert_degree(self, degree: int) -> None:
+        """Refuse an expert degree that does not divide the experts of every layer."""
+        name, counts = type(self.module).__name__, sorted({count for _, count in self.experts})
+        if degree > 1 and not counts:
+            raise SeqloomError(f"expert degree {degree}: {name} has no experts; plan with expert = 1")
+        wrong = [count for count in counts if degree < 1 or count % degree]
+        if wrong:
+            legal = [each for each in range(1, counts[0] + 1) if not any(count % each for count in counts)]
+            nearest = min(legal, key=lambda each: (abs(each - degree), each))
+            raise SeqloomError(
+                f"expert degree {degree}: {name} has {wrong[0]} experts, and every rank of an EP group has equally "
+                f"many; nearest: expert = {nearest} (possible: {', '.join(map(str, legal))})"
+            )
 
     def prepare(self, context: Context, dtype: torch.dtype) -> None:
         """Do the index work of a round's attention now, so that no layer does; see `bind_plan`.
@@ -240,18 +271,23 @@ class DeferredParameters:
     """Values of a model's parameters that are on "meta", read one by one.
 
     Attributes:
-        read: canonical name -> the whole parameter, on any device and in any dtype; called at most once for each.
+        read: (canonical name, rows) -> these rows of the parameter, on any device and in any dtype; called at most once
+            for each.
         device: where parameters shall be.
     """
 
-    read: Callable[[str], torch.Tensor] | None
+    read: Callable[[str, slice], torch.Tensor] | None
     device: torch.device
+
+    def rows(self, name: str, parameter: nn.Parameter, rows: slice) -> torch.Tensor:
+        """Return rows of a parameter on "meta", in its dtype, where it shall be."""
+        assert self.read is not None, "deferred parameters were closed"
+        values = self.read(name, rows)
+        return torch.empty_like(values, device=self.device, dtype=parameter.dtype).copy_(values)
 
     def materialize(self, name: str, parameter: nn.Parameter) -> None:
         """Give a parameter on "meta" its values, in its dtype. It stays the same object: tied ones stay tied."""
-        assert self.read is not None, "deferred parameters were closed"
-        values = torch.empty_like(parameter, device=self.device, requires_grad=False)
-        values.copy_(self.read(name))
+        values = self.rows(name, parameter, slice(None))
         swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
 
     def close(self) -> None:

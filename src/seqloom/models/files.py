@@ -23,6 +23,8 @@ from seqloom.errors import SeqloomError
 from seqloom.models.transformer import FAMILIES, Rope, Transformer, TransformerOptions
 from seqloom.reader import is_file_name, read_mapping
 
+ReadRows = Callable[[str, slice], torch.Tensor]
+"""read(name of a parameter, rows) -> these rows of its values."""
 CONFIG, PARAMETERS = "config.json", "model.safetensors"
 _HEAD = "lm_head.weight"
 
@@ -91,7 +93,7 @@ def load_options(spec: str) -> TransformerOptions:
     return TransformerOptions.from_config(content) if "model_type" in content else TransformerOptions()
 
 
-def parameter_reader(model: Transformer, path: Path) -> Callable[[str], torch.Tensor]:
+def parameter_reader(model: Transformer, path: Path) -> ReadRows:
     """Return a reader of the parameters of a .safetensors file by name, see `open_safetensors`.
 
     Raises:
@@ -105,8 +107,10 @@ def parameter_reader(model: Transformer, path: Path) -> Callable[[str], torch.Te
     return read
 
 
-def open_safetensors(*paths: Path) -> tuple[dict[str, list[int]], Callable[[str], torch.Tensor]]:
+def open_safetensors(*paths: Path) -> tuple[dict[str, list[int]], ReadRows]:
     """Open .safetensors files; return the shape of every tensor, and a reader of one, on the CPU and as it is there.
+
+    The reader takes from the file no more than the rows it is asked for.
 
     Raises:
         OSError, SafetensorError: some cannot be read.
@@ -114,7 +118,7 @@ def open_safetensors(*paths: Path) -> tuple[dict[str, list[int]], Callable[[str]
     files = [safe_open(path, framework="pt") for path in paths]
     holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
     shapes = {name: list(file.get_slice(name).get_shape()) for name, file in holder.items()}
-    return shapes, lambda name: holder[name].get_tensor(name)
+    return shapes, lambda name, rows: holder[name].get_slice(name)[rows]
 
 
 def _check_same_model(path: Path, wanted: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.dist import Context, Transport
@@ -191,6 +193,16 @@ def check_no_tensor_parallel(plan: Plan) -> None:
         )
 
 
+def check_expert_degree(plan: Plan, degree: int) -> None:
+    """Refuse a plan that divides experts over other ranks than those that have them."""
+    found = {stage.expert for pipeline in plan.pipelines for stage in pipeline.stages}
+    if found != {degree}:
+        raise SeqloomError(
+            f"a plan with expert degree {', '.join(map(str, sorted(found)))} for parameters whose experts are divided "
+            f"over {degree} ranks; plan with expert = {degree}"
+        )
+
+
 def check_fixed_layout(plan: Plan) -> None:
     """Refuse a plan for parameters whose layout does not change from step to step."""
     if plan.sharding == Sharding.FREE:
@@ -291,13 +303,24 @@ def scale_gradients(parameters: Parameters, factor: float | torch.Tensor) -> Non
             local_tensor(parameter.grad).mul_(factor)
 
 
+def row_shard(shard: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
+    """Return the contiguous DTensor of a shape of which this rank has a shard; the axes of a mesh cut rows in turn."""
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return DTensor.from_local(shard, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=strides)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Gather a DTensor axis by axis of its mesh: torch warns where it has to find an order of its own."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for axis in range(tensor.device_mesh.ndim - 1):
+        tensor = tensor.redistribute(placements=[Replicate()] * (axis + 1) + list(tensor.placements[axis + 1 :]))
+    return tensor.full_tensor()
 
 
 def buckets(items: Iterable[T], tensor: Callable[[T], torch.Tensor], most: int = BUCKET) -> Iterator[list[T]]:

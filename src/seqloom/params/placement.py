@@ -9,7 +9,7 @@ without its values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -122,11 +122,12 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
             setattr(owner, name, buffer.to(device))
 
 
-def pop_values(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the values of all parameters by canonical name, and leave the parameters on "meta"."""
+def pop_values(module: nn.Module) -> Callable[[str, slice], torch.Tensor]:
+    """Leave all parameters on "meta"; return what reads rows of their values by canonical name, each of them once."""
     named = dict(module.named_parameters())
     replace_parameters(module, {id(each): to_meta(each) for each in named.values()})
-    return {name: each.detach() for name, each in named.items()}
+    values = {name: each.detach() for name, each in named.items()}
+    return lambda name, rows: values.pop(name)[rows]
 
 
 def replace_parameters(module: nn.Module, new: Mapping[int, nn.Parameter]) -> None:

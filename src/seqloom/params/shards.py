@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from seqloom.dist import Transport
 from seqloom.dist.resharding import Box
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.params.fsdp import SHARD, new_mesh
-from seqloom.params.interface import accumulate_wide, check_job, local_tensor
+from seqloom.params.interface import accumulate_wide, check_job, local_tensor, row_shard
 from seqloom.params.placement import replace_parameters
 from seqloom.plan.parameter_layout import EMBEDDING, HEAD, Weight
 
@@ -162,13 +161,10 @@ class OptimizerShards:
         self.shapes = tuple(each.shape for each in named.values())
         self.parameters: list[nn.Parameter] = []
         for name, parameter in named.items():
-            adapter.materialize([(name, parameter)])
-            values = parameter.detach().contiguous()
-            shard = values[shard_rows(len(values), transport.rank, transport.ranks)]
-            shard = shard if transport.ranks == 1 else shard.clone()
-            master = shard if self._mesh is None else row_shard(shard, values, self._mesh)
+            shard = adapter.read_rows(name, parameter, shard_rows(len(parameter), transport.rank, transport.ranks))
+            master = shard if self._mesh is None else row_shard(shard, parameter.shape, self._mesh)
             self.parameters.append(nn.Parameter(master, requires_grad=parameter.requires_grad))
-            parameter.data = values.new_empty(0)  # so that unsharded values exist one parameter at a time
+            parameter.data = parameter.new_empty(0)  # so that unsharded values exist one parameter at a time
         self.rows = {index: local_tensor(each.detach()) for index, each in enumerate(self.parameters)}
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -182,7 +178,7 @@ class OptimizerShards:
                 continue
             rows, total = self.rows[index], sums.get(index)
             gradient = torch.zeros_like(rows) if total is None else total.view(rows.shape).to(rows.dtype)
-            master.grad = gradient if self._mesh is None else row_shard(gradient, master, self._mesh)
+            master.grad = gradient if self._mesh is None else row_shard(gradient, master.shape, self._mesh)
 
     def gather(self, index: int, shard: torch.Tensor) -> torch.Tensor:
         """Return a parameter's value or gradient from all ranks' rows of it; all of them call it."""
@@ -198,8 +194,3 @@ def shard_rows(length: int, rank: int, ranks: int) -> slice:
     """Return a rank's rows: torch's chunks, of which the last may be short or empty."""
     rows = -(-length // ranks)
     return slice(min(rank * rows, length), min((rank + 1) * rows, length))
-
-
-def row_shard(shard: torch.Tensor, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return the DTensor with the shape of `full`, sharded by rows over a mesh with one axis."""
-    return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())

@@ -66,7 +66,8 @@ def build_reference(config: Config, device: torch.device, dtype: torch.dtype) ->
     model = Transformer(load_model_spec(config), options, dtype=dtype, device="meta")
     model_config(model.spec, model.options)  # refuse now what could not be saved in the end
     path = settings.parameters
-    read = partial(model.initial_value, settings.seed) if path is None else parameter_reader(model, path)
+    drawn = partial(model.initial_value, settings.seed)
+    read = (lambda name, rows: drawn(name)[rows]) if path is None else parameter_reader(model, path)
     return replace(ModelAdapter.of(model), deferred=None if device.type == "meta" else DeferredParameters(read, device))
 
 

@@ -141,7 +141,6 @@ def test_hidden_states_are_what_the_head_reads(kit):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"experts": 4, "active_experts": 2, "expert_ffn": 8}, "experts = 4"),
         ({"learned_positions": True}, "learned_positions = True"),
         ({"gated": False}, "gated = False"),
         ({"head_dim": 7}, "heads of 7"),

@@ -36,7 +36,7 @@ from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
 from seqloom.integrations.transformers.describe import LOCAL, describe_folder, from_config, language_model_config
 from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
-from seqloom.models.files import open_safetensors
+from seqloom.models.files import ReadRows, open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
 from seqloom.reader import read_mapping
 from seqloom.train.checkpoint import atomic_folder
@@ -44,8 +44,6 @@ from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
 from seqloom.train.setup import load_model_spec
 
-Read = Callable[[str], torch.Tensor]
-"""Name of a parameter -> its values."""
 IGNORED_TENSORS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Names of what old files hold and models compute anew, as transformers has them; models name more."""
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_*")
@@ -123,7 +121,7 @@ HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface, describe_huggingf
 """The family of `model.huggingface`."""
 
 
-def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, Read | None]:
+def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ReadRows | None]:
     """Return the model without values, and what reads its parameters; on "meta" nothing does.
 
     Fresh parameters are drawn in float32 on the CPU, so that they do not depend on dtype and device.
@@ -137,7 +135,7 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
         read = _reader(folder, model)
         if read is None:
             model = _load_all(folder, dtype)
-            return model, pop_values(model).pop
+            return model, pop_values(model)
         if (folder / GENERATION_CONFIG_NAME).exists():
             model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
         return model, read
@@ -149,10 +147,10 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = from_config(folder, torch.float32).to(dtype)
-        return model, pop_values(model).pop
+        return model, pop_values(model)
 
 
-def _reader(folder: Path, model: Any) -> Read | None:
+def _reader(folder: Path, model: Any) -> ReadRows | None:
     """Return what reads the parameters of a folder by name; None if only transformers knows which tensors they are."""
     saved = model.state_dict()
     if _converts(model.config.model_type) or any(name in saved for name, _ in model.named_buffers()):
@@ -167,7 +165,7 @@ def _reader(folder: Path, model: Any) -> Read | None:
     known = {part.stored(name) for name in saved}
     others = [name for name in shapes if name.startswith(part.prefixes) and name not in known]
     _refuse_unused(folder, [name for name in others if not ignored.search(name)])
-    return lambda name: read(part.stored(name))
+    return lambda name, rows: read(part.stored(name), rows)
 
 
 class ModelPart(NamedTuple):
