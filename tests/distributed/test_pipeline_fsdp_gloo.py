@@ -179,6 +179,45 @@ def test_models_of_transformers_in_stages(gloo_pool, name, lora):
     assert max(each.worst(Found(loss.item(), norm.item(), wanted)) for each in found) < 1e-9
 
 
+def run_mixture(transport, step, plan, folder):
+    """A step of a pipeline whose experts are divided; then its values through a checkpoint, with experts undivided."""
+    stages, limits = plan.pipelines[0].stages, plan.limits
+    make = lambda adapter, transport: PipelineFSDP(  # noqa: E731
+        adapter, transport, Placement(stages, plan.sharding, limits.node_size)
+    )
+    found = step.spread(plan, transport, make)
+    values = make(step.model_adapter(), transport)
+    whole = {name: each.clone() for name, each in values.full_parameters()}
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.save(1, model=values.master_weights(), optimiser={}, extra={})
+    other = FSDPParameters(step.model_adapter(), transport, Sharding.FULL)
+    with torch.no_grad():
+        for each in other.master_weights().values():
+            each.zero_()
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.load(latest_checkpoint(folder), model=other.master_weights(), optimiser={})
+    same = all(torch.equal(each, whole[name]) for name, each in other.full_parameters())
+    rows = {name: len(each.to_local()) for name, each in values.master_weights().items() if "experts" in name}
+    return found, same, rows
+
+
+@pytest.mark.parametrize(("sharding", "expert"), [(Sharding.FULL, 2), (Sharding.NONE, 4), (Sharding.HYBRID, 2)])
+def test_stages_divide_their_experts(gloo_pool, tmp_path, sharding, expert):
+    """Documents in pieces and backwards in halves; a checkpoint loads where experts are not divided."""
+    step, plan = fixed_step("seq1f1b-zb", 2, 4, (2, 1, 3))
+    spec = replace(step.spec, experts=8, active_experts=3, expert_ffn=6, moe_layers=(0, 2))
+    step = replace(step, spec=spec)
+    [line] = plan.pipelines
+    stages = tuple(replace(stage, expert=expert) for stage in line.stages)
+    plan = replace(plan, pipelines=(replace(line, stages=stages),), sharding=sharding)
+    plan.validate()
+    results = gloo_pool.run(run_mixture, step, plan, tmp_path, ranks=RANKS)
+    wanted, shards = step.alone(), {Sharding.FULL: 4, Sharding.HYBRID: 4}.get(sharding, expert)
+    assert max(found.worst(wanted) for found, _, _ in results) < 1e-9
+    assert all(same and set(rows.values()) == {8 // shards} for _, same, rows in results if rows)
+    assert sum(bool(rows) for _, _, rows in results) == RANKS
+
+
 def test_a_rank_holds_its_stages_alone(gloo_pool):
     """Names are those of the whole model; the table of a tied head is on the first host and on the last."""
     step = replace(STEP, spec=replace(STEP.spec, tied=True))

@@ -123,12 +123,12 @@ class Parameters(ABC):
         """Yield canonical name and unsharded gradient of every trained parameter, one at a time; all ranks iterate."""
         for name, parameter in self.master_weights().items():
             assert parameter.grad is not None
-            yield name, _full_tensor(parameter.grad)
+            yield name, full_tensor(parameter.grad)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield canonical name and unsharded value of every parameter, tied ones once; all ranks iterate."""
         for name, parameter in self._adapter.module.named_parameters():
-            yield name, _full_tensor(parameter.detach())
+            yield name, full_tensor(parameter.detach())
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
@@ -314,13 +314,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a DTensor axis by axis of its mesh: torch warns where it has to find an order of its own."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor unsharded, any other tensor as it is; what was cut last is gathered first, without a warning."""
     if not isinstance(tensor, DTensor):
         return tensor
-    for axis in range(tensor.device_mesh.ndim - 1):
-        tensor = tensor.redistribute(placements=[Replicate()] * (axis + 1) + list(tensor.placements[axis + 1 :]))
-    return tensor.full_tensor()
+    # FSDP2 cuts rows along the first axis of a mesh after those along the others: these shards are strided.
+    last_cut_first = sorted(range(tensor.device_mesh.ndim), key=lambda axis: (type(tensor.placements[axis]) is Shard, -axis))
+    for axis in last_cut_first:
+        placements = list(tensor.placements)
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def buckets(items: Iterable[T], tensor: Callable[[T], torch.Tensor], most: int = BUCKET) -> Iterator[list[T]]:

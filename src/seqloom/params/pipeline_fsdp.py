@@ -8,6 +8,7 @@ The ranks form a mesh, pp ranks x replicas x shards. Four stages on 16 ranks, hy
 Once per step the ranks of a stage gather its parameters, unsharded gradients add up over all microbatches, then
 `reduce` sums them along a row, both beside the layers of other stages, and `finish_gradients` over the rows. A tied
 embedding is on the first and on the last stage: its gradients are summed over both, so both keep the same values.
+Experts that an EP group divides are cut by expert first, as `params.fsdp` says.
 
 torch's FSDP2 does not serve here: it reduces gradients in the hooks of a backward, but weight gradients of a split
 backward (W) come after the last one, when only private methods of FSDP2 could start the reduction.
@@ -21,9 +22,10 @@ Parameters travel in flat buckets. Every rank's part of a parameter has the leng
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import cast
 
@@ -41,17 +43,20 @@ from seqloom.dist.torch_transport import flat_collective, new_group
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
-from seqloom.params.fsdp import REPLICA, SHARD, backend_of, new_mesh
+from seqloom.params.fsdp import EXPERT, REPLICA, SHARD, backend_of, new_mesh
 from seqloom.params.interface import (
     Parameters,
     accumulate_wide,
     all_reduce_gradients,
     buckets,
+    check_expert_degree,
     check_job,
     device_of,
     fill_missing_gradients,
+    full_tensor,
     local_tensor,
     reduce_dtype,
+    row_shard,
     squared_norm,
     trained_parameters,
 )
@@ -62,8 +67,8 @@ from seqloom.params.placement import (
     parameters_of_stages,
     replace_parameters,
 )
-from seqloom.params.shards import row_shard, shard_rows
-from seqloom.plan import LayerRange
+from seqloom.params.shards import shard_rows
+from seqloom.plan import LayerRange, Plan
 
 PP_RANK = "pp_rank"
 
@@ -104,6 +109,12 @@ class PipelineFSDP(Parameters):
         super().__init__(adapter, param_dtype or parameters[0].dtype, device, chunk, HeadGradients())
         del parameters
         self._mesh = new_mesh(device, ranks, (PP_RANK, REPLICA, SHARD))
+        self._expert, self._ep_mesh, experts = placement.expert, self._mesh, set[str]()
+        adapter.check_expert_degree(self._expert)
+        if self._expert > 1:
+            axes = (PP_RANK, REPLICA, EXPERT, SHARD)
+            self._ep_mesh = new_mesh(device, placement.expert_mesh(transport.ranks).contiguous(), axes)
+            experts = {*adapter.expert_parameters}
         self._holders = {
             name: [index for index, names in enumerate(by_pp_rank) if name in names]
             for name, _ in adapter.module.named_parameters()
@@ -112,8 +123,9 @@ class PipelineFSDP(Parameters):
         drop_other_stages(adapter, self._stages)
         self._sharded: dict[str, ShardedParameter] = {}
         for name, parameter in held.items():
-            adapter.materialize([(name, parameter)])
-            self._sharded[name] = ShardedParameter.of(parameter, self._mesh[SHARD], param_dtype)
+            mesh = self._ep_mesh[EXPERT, SHARD] if name in experts else self._mesh[SHARD]
+            read = partial(adapter.read_rows, name, parameter)
+            self._sharded[name] = ShardedParameter.of(parameter, read, mesh, param_dtype)
             parameter.data = parameter.data.new_empty(0)  # so that unsharded values exist one parameter at a time
         replace_parameters(adapter.module, {id(held[name]): each.copy for name, each in self._sharded.items()})
         self._by_stage = {
@@ -125,8 +137,14 @@ class PipelineFSDP(Parameters):
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
-        """See `Parameters.shard_ranks`."""
-        return tuple(self._mesh[SHARD].mesh.flatten().tolist())
+        """See `Parameters.shard_ranks`. Ranks that divide experts run the same rounds in any case."""
+        axes = (SHARD,) if self._expert == 1 else (EXPERT, SHARD)
+        return tuple(sorted(self._ep_mesh[axes].mesh.flatten().tolist()))
+
+    def prefetch(self, plan: Plan) -> None:
+        """Refuse a plan that divides experts in another way."""
+        super().prefetch(plan)
+        check_expert_degree(plan, self._expert)
 
     def unshard(self, layers: LayerRange) -> None:
         """See `Parameters.unshard`."""
@@ -139,8 +157,8 @@ class PipelineFSDP(Parameters):
         for each in wanted:
             each.allocate()
         with self._on_own_stream() as stream:
-            for bucket in buckets(wanted, lambda each: each.copy):
-                _all_gather(bucket, self._mesh.get_group(SHARD))
+            for bucket in self._buckets(wanted):
+                _all_gather(bucket)
             if stream is not None:
                 self._gathered[layers] = stream.record_event()
 
@@ -158,15 +176,14 @@ class PipelineFSDP(Parameters):
         """See `Parameters.reduce`. Adds to what was reduced before: a plan may reduce a stage several times."""
         self._check(layers)
         self._unreduced.discard(layers)
-        wanted = [each for each in self._by_stage[layers] if each.copy.requires_grad]
-        if wanted and wanted[0].ranks == 1:
-            for each in wanted:
-                each.add_gradient(each.pop_gradient())
-            return
-        for bucket in buckets(wanted, lambda each: each.copy):
+        for bucket in self._buckets(each for each in self._by_stage[layers] if each.copy.requires_grad):
+            if bucket[0].ranks == 1:
+                for each in bucket:
+                    each.add_gradient(each.pop_gradient())
+                continue
             packed = _pack_gradients(bucket)
             with self._on_own_stream() as stream:
-                _reduce_scatter(bucket, packed, self._mesh.get_group(SHARD))
+                _reduce_scatter(bucket, packed)
                 if stream is not None:
                     packed.record_stream(stream)
 
@@ -189,9 +206,11 @@ class PipelineFSDP(Parameters):
         if stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)
         masters = self.master_weights()
-        if self._mesh[REPLICA].size() > 1:
-            group = self._mesh.get_group(REPLICA)
-            all_reduce_gradients(masters.values(), lambda flat: dist.all_reduce(flat, group=group))
+        for mesh, divided in ((self._mesh, False), (self._ep_mesh, True)):
+            own = [each for name, each in masters.items() if self._sharded[name].divided == divided]
+            if own and mesh[REPLICA].size() > 1:
+                group = mesh.get_group(REPLICA)
+                all_reduce_gradients(own, lambda flat, group=group: dist.all_reduce(flat, group=group))
         fill_missing_gradients(masters.values())
         for holders, group in self._tied_groups.items():
             tied = [each for name, each in masters.items() if tuple(self._holders[name]) == holders]
@@ -199,11 +218,20 @@ class PipelineFSDP(Parameters):
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`. A parameter of several pp ranks is counted on the first."""
-        counted = [each for name, each in self.master_weights().items() if self._holders[name][0] == self._pp_rank]
-        squares = squared_norm(counted).to(self._device)
-        for axis in (SHARD, PP_RANK):
-            dist.all_reduce(squares, group=self._mesh.get_group(axis))
-        return squares.sqrt()
+        counted = {
+            name: each for name, each in self.master_weights().items() if self._holders[name][0] == self._pp_rank
+        }
+        squares = torch.stack(
+            [
+                squared_norm(each for name, each in counted.items() if self._sharded[name].divided == divided)
+                for divided in (False, True)
+            ]
+        ).to(self._device)
+        dist.all_reduce(squares[:1], group=self._mesh.get_group(SHARD))
+        for axis in (SHARD, EXPERT) if self._expert > 1 else ():
+            dist.all_reduce(squares[1:], group=self._ep_mesh.get_group(axis))
+        dist.all_reduce(squares, group=self._mesh.get_group(PP_RANK))
+        return squares.sum().sqrt()
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_gradients`; the first pp rank that holds a parameter broadcasts it."""
@@ -238,7 +266,7 @@ class PipelineFSDP(Parameters):
         """Return a parameter's unsharded tensor on all ranks, from the first pp rank that holds it."""
         source = self._holders[name][0]
         if source == self._pp_rank:
-            full = cast("DTensor", held).full_tensor().contiguous()
+            full = full_tensor(cast("DTensor", held)).contiguous()
         else:
             dtype = next(iter(self._sharded.values())).master.dtype
             full = torch.empty(like.shape, dtype=dtype, device=self._device)
@@ -266,6 +294,12 @@ class PipelineFSDP(Parameters):
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield stream
+
+    def _buckets(self, parameters: Iterable[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
+        """Yield parameters that travel together, those of experts apart: other ranks have shards of them."""
+        every = list(parameters)
+        for divided in (False, True):
+            yield from buckets([each for each in every if each.divided == divided], lambda each: each.copy)
 
     def _in_use(self) -> set[int]:
         """Ids of the parameters of unsharded stages."""
@@ -305,28 +339,51 @@ class ShardedParameter:
         copy: the unsharded parameter, in the dtype that layers compute in; without memory while its stage is sharded.
             Its gradient adds up in float32 or wider.
         shard: this rank's rows, in the master's memory: asking a DTensor for them takes longer than a small layer.
-        ranks: that have shards.
+        group: the ranks that have shards of the copy.
+        divided: whether the copy is that of some experts, which an EP group divides.
     """
 
     master: nn.Parameter
     copy: nn.Parameter
     shard: torch.Tensor
-    ranks: int
+    group: dist.ProcessGroup
+    divided: bool
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None) -> ShardedParameter:
-        """Shard a parameter with the same values on all ranks of a mesh with one axis; None: copies keep its dtype."""
-        values, ranks = parameter.detach().contiguous(), mesh.size()
-        shard = values if ranks == 1 else values[shard_rows(len(values), mesh.get_local_rank(), ranks)].clone()
-        master = nn.Parameter(row_shard(shard, values, mesh), requires_grad=parameter.requires_grad)
-        dtype = dtype or values.dtype
-        if ranks == 1 and dtype == values.dtype:
+    def of(
+        cls,
+        parameter: nn.Parameter,
+        read: Callable[[slice], torch.Tensor],
+        mesh: DeviceMesh,
+        dtype: torch.dtype | None,
+    ) -> ShardedParameter:
+        """Shard a parameter over a mesh: along its last axis; another one before that divides experts.
+
+        Args:
+            read: returns rows of its values.
+            dtype: of the copy; None: that of the parameter.
+        """
+        length, start, divided = len(parameter), 0, mesh.ndim == 2
+        if divided:
+            length //= mesh.size(0)
+            start = mesh.get_local_rank(0) * length
+        ranks, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        rows = shard_rows(length, index, ranks)
+        shard = read(slice(start + rows.start, start + rows.stop))
+        master = nn.Parameter(row_shard(shard, parameter.shape, mesh), requires_grad=parameter.requires_grad)
+        dtype = dtype or shard.dtype
+        if ranks == 1 and dtype == shard.dtype:
             full = shard  # the same memory: an update by the optimiser needs no copy
         else:
-            full = torch.empty_like(values, dtype=dtype)
+            full = shard.new_empty((length, *shard.shape[1:]), dtype=dtype)
             full.untyped_storage().resize_(0)
         copy = accumulate_wide(nn.Parameter(full, requires_grad=parameter.requires_grad))
-        return cls(master, copy, shard, ranks)
+        return cls(master, copy, shard, mesh.get_group(mesh.ndim - 1), divided)
+
+    @property
+    def ranks(self) -> int:
+        """That have shards of the copy."""
+        return self.group.size()
 
     @property
     def padded_size(self) -> int:
@@ -366,7 +423,7 @@ class ShardedParameter:
 
 
 @torch.no_grad()
-def _all_gather(bucket: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
+def _all_gather(bucket: Sequence[ShardedParameter]) -> None:
     """Fill the allocated copies from the shards of all ranks."""
     ranks = bucket[0].ranks
     if ranks == 1:
@@ -378,7 +435,7 @@ def _all_gather(bucket: Sequence[ShardedParameter], group: dist.ProcessGroup) ->
     for each, part in zip(bucket, packed.split(sizes), strict=True):
         part[: each.shard.numel()].copy_(each.shard.reshape(-1))
     gathered = packed.new_empty(ranks * len(packed))
-    flat_collective("all_gather")(gathered, packed, group=group)
+    flat_collective("all_gather")(gathered, packed, group=bucket[0].group)
     for each, parts in zip(bucket, gathered.view(ranks, -1).split(sizes, 1), strict=True):
         for full, shards in _without_padding(each.copy.detach().view(-1), parts):
             full.copy_(shards)
@@ -398,10 +455,10 @@ def _pack_gradients(bucket: Sequence[ShardedParameter]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _reduce_scatter(bucket: Sequence[ShardedParameter], packed: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _reduce_scatter(bucket: Sequence[ShardedParameter], packed: torch.Tensor) -> None:
     """Add the sum of all ranks' packed gradients to those of the masters."""
     sizes, summed = [each.padded_size for each in bucket], packed.new_empty(packed.shape[1])
-    flat_collective("reduce_scatter")(summed, packed.view(-1), group=group)
+    flat_collective("reduce_scatter")(summed, packed.view(-1), group=bucket[0].group)
     for each, part in zip(bucket, summed.split(sizes), strict=True):
         each.add_gradient(part)
 

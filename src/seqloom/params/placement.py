@@ -47,6 +47,21 @@ class Placement:
         ranks, layers = self.ranks_by_pp_rank[pp_rank], self.stages[-1].layers[1]
         return tuple(LayerRange(*stage.layers, layers) for stage in self.stages if stage.ranks == ranks)
 
+    @property
+    def expert(self) -> int:
+        """Neighbours that divide the experts of a layer.
+
+        Raises:
+            SeqloomError: stages have several degrees.
+        """
+        degrees = sorted({stage.expert for stage in self.stages})
+        if len(degrees) > 1:
+            raise SeqloomError(
+                f"stages with expert degrees {', '.join(map(str, degrees))}: parameters that stay in one place divide "
+                "experts alike on all stages; give all stages one degree"
+            )
+        return degrees[0]
+
     def mesh(self, ranks: int) -> torch.Tensor:
         """Return the ranks as int64[pp ranks, replicas, shards].
 
@@ -66,6 +81,22 @@ class Placement:
                 "equally many ranks in every node; choose a number of stages whose ranks fill nodes or divide them"
             )
         return torch.tensor(shard_groups)
+
+    def expert_mesh(self, ranks: int) -> torch.Tensor:
+        """Return the ranks as int64[pp ranks, replicas, parts of the experts, shards of a part].
+
+        Shard groups have whole EP groups; where parameters are not sharded, EP groups are the shard groups.
+        """
+        width = max(self.mesh(ranks).shape[2], self.expert)
+        blocks = torch.tensor(self.ranks_by_pp_rank)
+        if self.sharding == Sharding.HYBRID:
+            blocks = self.mesh(ranks).flatten(1)
+        if width % self.expert or blocks.shape[1] % width:
+            raise SeqloomError(
+                f"expert degree {self.expert} where {width} ranks share parameters: EP groups are parts of them; use a "
+                f"degree that divides {width}"
+            )
+        return blocks.view(len(blocks), -1, width // self.expert, self.expert).transpose(2, 3)
 
 
 def _shard_groups(ranks: tuple[int, ...], sharding: Sharding, node_size: int) -> list[list[int]]:

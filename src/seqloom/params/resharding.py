@@ -296,6 +296,8 @@ class ReshardingParameters(Parameters):
         for degree in sorted({stage.tensor for pipeline in plan.pipelines for stage in pipeline.stages}):
             if degree > 1:
                 self._adapter.check_tp_degree(degree)
+        for degree in sorted({stage.expert for pipeline in plan.pipelines for stage in pipeline.stages}):
+            self._adapter.check_expert_degree(degree)
 
 
 class GradReduce:

@@ -43,12 +43,12 @@ def weights_of(adapter: ModelAdapter) -> tuple[Weight, ...]:
         for parameter in module.parameters():
             users.setdefault(id(parameter), {})[user] = None
     everywhere = dict.fromkeys((EMBEDDING, *range(len(adapter.layers)), HEAD))
-    weights = []
+    weights, experts = [], adapter.expert_parameters
     for name, parameter in adapter.module.named_parameters():
         if not parameter.ndim:
             raise SeqloomError(f"parameter {name} has no axis, and rows are what ranks share; make it a vector of one")
-        used_by = tuple(users.get(id(parameter), everywhere))
-        weights.append(Weight(name, len(parameter), prod(parameter.shape[1:]), used_by, adapter.tp_axes.get(name)))
+        used_by, columns = tuple(users.get(id(parameter), everywhere)), prod(parameter.shape[1:])
+        weights.append(Weight(name, len(parameter), columns, used_by, adapter.tp_axes.get(name), name in experts))
     return tuple(weights)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from seqloom.errors import PlanError
 from seqloom.layout.layout import Column, Layout
-from seqloom.plan.pipeline import LayerRange, Pipeline
+from seqloom.plan.pipeline import LayerRange, Pipeline, Stage
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -38,6 +38,7 @@ class Weight(NamedTuple):
         used_by: numbers of layers, "embedding", "head" (the final norm and the vocabulary projection); a tied embedding
             has both.
         tp_axis: the axis along which a TP group cuts it: 0 (rows), 1 (columns) or None (every rank has all of it).
+        experts: rows are experts, which an EP group divides.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Weight(NamedTuple):
     columns: int
     used_by: tuple[int | str, ...]
     tp_axis: int | None = None
+    experts: bool = False
 
 
 def layer_buckets(weights: Sequence[Weight]) -> tuple[tuple[int, ...], ...]:
@@ -83,10 +85,11 @@ def compute_layout(
     """Return what every rank holds while its stages compute; ranks in no stage hold nothing.
 
     Ranks of a stage hold all weights that its layers use: all of each, or, with a tensor degree t, rank k of a TP group
-    the k-th of t equal slices along `tp_axis`.
+    the k-th of t equal slices along `tp_axis`; with an expert degree e, rank k of an EP group the k-th of e equal
+    slices of the experts.
 
     With `resharded`, the (pipeline, stage) of stages that are gathered for every pass, return what every rank holds for
-    the whole step. Ranks of such a stage with the same slice of weights (`dp_groups`) store between passes an even
+    the whole step. Ranks of such a stage with the same slice of a weight store between passes an even
     share of the rows of what they hold while computing: rank j of w the j-th chunk of ceil(rows / w). A weight that
     another stage of the same ranks stores for the step is stored in full. UNSHARD then is a move from here to the
     compute layout among the ranks of each `dp_groups` entry, and gradients of a pass are summed the same way back.
@@ -100,13 +103,12 @@ def compute_layout(
             stages = sorted(pipeline.stages_of(pp_rank), key=lambda stage: ((number, stage) in resharded, stage))
             held: dict[int, int] = {}  # weight: tensor degree of the stage that has brought it
             for stage in stages:
-                ranks, tensor = pipeline.stages[stage].ranks, pipeline.stages[stage].tensor
-                layers = ranges[stage]
+                own, layers = pipeline.stages[stage], ranges[stage]
                 needed = needed_by.get(layers) or needed_by.setdefault(layers, _weights_of(weights, layers))
-                _check_cuts(weights, needed, tensor, held)
+                _check_cuts(weights, needed, own, held)
                 new = np.array([item for item in needed if item not in held], dtype=np.int64)
-                held.update(dict.fromkeys(new.tolist(), tensor))
-                boxes.append(_stage_boxes(shapes, new, np.array(ranks), tensor, (number, stage) in resharded))
+                held.update(dict.fromkeys(new.tolist(), own.tensor))
+                boxes.append(_stage_boxes(shapes, new, own, (number, stage) in resharded))
     return _layout(boxes)
 
 
@@ -115,22 +117,29 @@ def dp_groups(ranks: Sequence[int], tensor: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks[k::tensor]) for k in range(tensor))
 
 
-def _stage_boxes(shapes: np.ndarray, items: Column, ranks: Column, tensor: int, shared: bool) -> tuple[Column, ...]:
+def _stage_boxes(shapes: np.ndarray, items: Column, stage: Stage, shared: bool) -> tuple[Column, ...]:
     """Return the boxes of a stage: every rank with every item, as columns of a layout."""
+    ranks = np.array(stage.ranks)
     place, at = (each.ravel() for each in np.indices((len(ranks), len(items))))
-    item, (dp_index, tp_index) = items[at], np.divmod(place, tensor)
+    item = items[at]
+    tp_axis, by_expert = shapes[item, 2], (shapes[item, 3] == 1) & (stage.expert > 1)
+    axis = np.where(by_expert, ROWS, np.where(stage.tensor > 1, tp_axis, -1))
+    parts = np.where(by_expert, stage.expert, np.where(axis >= 0, stage.tensor, 1))
+    index = place % parts
     edges = []
-    for axis in (ROWS, COLUMNS):
-        parts = np.where(shapes[item, 2] == axis, tensor, 1)
-        length = shapes[item, axis] // parts
-        start = np.where(parts > 1, tp_index, 0) * length
+    for along in (ROWS, COLUMNS):
+        cuts = np.where(axis == along, parts, 1)
+        length = shapes[item, along] // cuts
+        start = np.where(cuts > 1, index, 0) * length
         edges += [start, start + length]
     if shared:
-        edges[:2] = _chunk(edges[0], edges[1], dp_index, len(ranks) // tensor)
+        # ranks of a TP group have one slice of all weights: also of those that it does not cut
+        apart = np.where(by_expert, stage.expert, stage.tensor)
+        edges[:2] = _chunk(edges[0], edges[1], place // apart, len(ranks) // apart)
     return (ranks[place], item, *edges)
 
 
-def _chunk(start: Column, stop: Column, index: Column, of: int) -> tuple[Column, Column]:
+def _chunk(start: Column, stop: Column, index: Column, of: int | Column) -> tuple[Column, Column]:
     """Return torch's chunk `index` of `of` of every interval; some are empty."""
     length = -(-(stop - start) // of)
     return np.minimum(start + index * length, stop), np.minimum(start + (index + 1) * length, stop)
@@ -146,9 +155,9 @@ def _layout(parts: Sequence[tuple[Column, ...]]) -> Layout:
 
 
 def _shapes(weights: Sequence[Weight]) -> np.ndarray:
-    """Return rows, columns and TP axis (-1: none) of every weight, int64[weights, 3]."""
-    table = [(each.rows, each.columns, -1 if each.tp_axis is None else each.tp_axis) for each in weights]
-    return np.array(table, dtype=np.int64).reshape(-1, 3)
+    """Return rows, columns, TP axis (-1: none) and whether rows are experts of every weight, int64[weights, 4]."""
+    table = [(each.rows, each.columns, -1 if each.tp_axis is None else each.tp_axis, each.experts) for each in weights]
+    return np.array(table, dtype=np.int64).reshape(-1, 4)
 
 
 def _weights_of(weights: Sequence[Weight], layers: LayerRange) -> tuple[int, ...]:
@@ -161,8 +170,15 @@ def _weights_of(weights: Sequence[Weight], layers: LayerRange) -> tuple[int, ...
     )
 
 
-def _check_cuts(weights: Sequence[Weight], needed: Sequence[int], tensor: int, held: dict[int, int]) -> None:
-    """Refuse a weight that a TP group cannot cut evenly, or that two stages of one pipeline rank cut differently."""
+def _check_cuts(weights: Sequence[Weight], needed: Sequence[int], stage: Stage, held: dict[int, int]) -> None:
+    """Refuse a weight that ranks cannot cut evenly, or that two stages of one pipeline rank cut differently."""
+    tensor = stage.tensor
+    for weight in (weights[item] for item in needed):
+        if weight.experts and weight.rows % stage.expert:
+            raise PlanError(
+                f"{weight.name} has {weight.rows} experts, a stage with expert degree {stage.expert} divides them "
+                f"evenly; use an expert degree that divides {weight.rows}"
+            )
     for item in needed:
         weight = weights[item]
         if weight.tp_axis is None:

@@ -51,6 +51,19 @@ def test_a_column_shares_the_rows_between_passes():
     assert [boxes(layout, rank, 2) for rank in (4, 6, 5, 7)] == [[(0, 3, 0, 1)], [(3, 5, 0, 1)]] * 2
 
 
+def test_an_ep_group_divides_experts():
+    """Ranks 4 and 6 have the first half of the experts, 5 and 7 the second; between passes each an even share of it."""
+    weights = [Weight("experts", 8, 6, (0,), 0, experts=True), Weight("norm", 4, 1, (0,))]
+    only = Pipeline((Stage((4, 5, 6, 7), (0, 1), expert=2),), (), ())
+    halves = [[(0, 4, 0, 6)], [(4, 8, 0, 6)]]
+    assert [boxes(compute_layout(weights, [only]), rank) for rank in (4, 5, 6, 7)] == halves * 2
+    shares = compute_layout(weights, [only], {(0, 0)})
+    assert [boxes(shares, rank) for rank in (4, 6, 5, 7)] == [[(k, k + 2, 0, 6)] for k in (0, 2, 4, 6)]
+    assert [boxes(shares, rank, 1) for rank in (4, 5, 6, 7)] == [[(k, k + 1, 0, 1)] for k in range(4)]
+    with pytest.raises(PlanError, match="8 experts, a stage with expert degree 3 .* divides 8"):
+        compute_layout(weights, [Pipeline((Stage((0, 1, 2), (0, 1), expert=3),), (), ())])
+
+
 def test_what_another_stage_of_the_ranks_keeps_is_kept_whole():
     weights = [Weight("table", 6, 1, ("embedding", "head")), Weight("norm", 6, 1, ("head",))]
     v = pipeline(((0, 1), (0, 1)), ((2, 3), (1, 2)), ((0, 1), (2, 3)))
