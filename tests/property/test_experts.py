@@ -1,12 +1,20 @@
 """Experts over any ranks never change the result: loss, norm and every gradient of a step are those of one process."""
 
+from dataclasses import dataclass
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqloom.engine import bind_plan, run_step
+from seqloom.models.layer_wrapper import recompute_layers
+from seqloom.params.interface import ReplicatedParameters
+from seqloom.plan import Sharding
 from support.pipelines import pipeline_plans, pipeline_steps
 from support.side_by_side import side_by_side_plans
-from support.steps import divided_experts, step_plans, steps, with_experts
+from support.steps import Found, Step, divided_experts, step_plans, steps, tiny_spec, with_experts
+from support.tiny_models import MIXTURES, VOCABULARY, documents, gradients, one_by_one, targets, tiny_model
 from support.two_layouts import with_linear_layouts
 
 torch.set_num_threads(1)
@@ -47,3 +55,48 @@ def test_random_pipelines(threads, data):
     plans = data.draw(st.sampled_from((pipeline_plans, side_by_side_plans)))(step)
     plan = data.draw(plans.flatmap(lambda plan: divided_experts(plan, step.spec.experts)))
     assert worst(threads, step, plan) < 1e-9
+
+
+@dataclass(frozen=True)
+class PlainStep(Step):
+    """A step of a tiny model of transformers, which plain transformers computes document by document."""
+
+    name: str = "mixtral"
+
+    def documents(self):
+        ids = documents(self.lengths)
+        return ids, [targets(each) for each in ids]
+
+    def alone(self):
+        model = tiny_model(self.name)
+        logits, (ids, labels) = one_by_one(model, self.documents()[0]), self.documents()
+        loss = sum(
+            torch.nn.functional.cross_entropy(*each, reduction="sum", ignore_index=-100)
+            for each in zip(logits, labels, strict=True)
+        )
+        found = {name: each / self.valid for name, each in gradients(model).items()}
+        norm = torch.stack([each.norm() for each in found.values()]).norm()
+        return Found(float(loss) / self.valid, float(norm), found)
+
+    def attached(self, plan, transport):
+        from seqloom.integrations.transformers import attach, model_adapter
+
+        adapter = model_adapter(attach(tiny_model(self.name)))
+        recompute_layers(adapter.layers)
+        parameters = ReplicatedParameters(adapter, transport)
+        result = run_step(bind_plan(plan, transport), parameters, self.rows(), self.valid)
+        return Found(result.loss, result.gradient_norm, {k: each.clone() for k, each in parameters.full_gradients()})
+
+
+@pytest.mark.parametrize("name", ["mixtral", *MIXTURES])
+@settings(max_examples=6)
+@given(st.data())
+def test_models_of_transformers(threads, name, data):
+    """Shared experts, biases, routing by groups of experts; a rank without tokens computes a row that is nobody's."""
+    lengths = tuple(data.draw(st.lists(st.integers(2, 20), min_size=1, max_size=4)))
+    step = PlainStep(lengths, tiny_spec(experts=4, active_experts=2, expert_ffn=6, vocabulary=VOCABULARY), name=name)
+    plans = step_plans(step).filter(lambda plan: plan.sharding != Sharding.FREE)
+    plan = data.draw(plans.flatmap(lambda plan: divided_experts(plan, 4)))
+    results = threads(plan.limits.ranks).run(lambda t: step.attached(plan, t), strict=True, family=plan.limits.family)
+    wanted = step.alone()
+    assert max(found.worst(wanted) for found in results) < 1e-6  # routers of transformers compute in float32

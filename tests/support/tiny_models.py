@@ -61,16 +61,37 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 """Models with layers that scan: convolution, gated delta rule, Mamba-2 in the place of attention and beside it."""
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen2-moe": ("Qwen2Moe", {**ROUTED, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}),
+    "qwen3-moe": ("Qwen3Moe", {**ROUTED, "norm_topk_prob": True, "head_dim": 4}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4, "sliding_window": 8},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1},
+            **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 4},
+            **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16},
+        },
+    ),
+}
+"""Models with experts: beside a gated shared one, with biases and transposed weights, chosen by group."""
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
     """Return a causal model of `MODELS` in training mode; `changes` are keys of its config."""
     import transformers
 
-    family, extra = {**MODELS, **HYBRIDS}[name]
+    family, extra = {**MODELS, **HYBRIDS, **MIXTURES}[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **extra, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    if name == "mixtral":
+    if name == "mixtral" or name in MIXTURES:
         model.set_experts_implementation("eager")  # the default one has no float64
     return randomised(model, seed).to(dtype).train()
 
@@ -85,7 +106,8 @@ def randomised(model: nn.Module, seed: int) -> nn.Module:
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         narrow = parameter.ndim > 1 or name.endswith("A_log")
-        parameter.copy_(0.3 * drawn if narrow else parameter + 0.1 * drawn)
+        fresh = parameter.flatten()[:1] * (parameter == parameter.flatten()[0]).all()  # ones of norms, no random numbers
+        parameter.copy_(0.3 * drawn if narrow else fresh + 0.1 * drawn)
     return model
 
 
@@ -105,7 +127,7 @@ def one_by_one(model: Any, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     The loss is the sum of the token losses.
     """
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     found = []
     for document in ids:
         logits = model(input_ids=document[None], use_cache=False).logits[0]

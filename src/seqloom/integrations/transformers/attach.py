@@ -36,6 +36,7 @@ from seqloom.integrations.transformers.checks import (
     routers_of,
     unwrap,
 )
+from seqloom.integrations.transformers.experts import attach_experts, attached_experts
 from seqloom.integrations.transformers.layers import MLP_NAMES, RouterHooks, remap_layers, router_layers, tp_layers
 from seqloom.integrations.transformers.mixers import attach_mixers, is_mixer
 from seqloom.integrations.transformers.parts import (
@@ -103,6 +104,7 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
             "attention up by name; use a model that does"
         )
     attach_mixers(causal, NAME)
+    attach_experts(causal, NAME)
     if planned_dropouts(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
     if has_router_loss(causal) and router_loss_of(causal) is None:
@@ -209,7 +211,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options |= {"tp_axes": tp_axes, "tp_divisors": tp_divisors, "no_tp_reason": ""}
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
-    options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal)}
+    options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal), "experts": attached_experts(causal, NAME)}
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
 
 

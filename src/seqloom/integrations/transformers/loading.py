@@ -68,8 +68,6 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
             f"model.huggingface = {str(folder)!r} cannot be loaded ({reason}); give a folder that "
             "AutoModelForCausalLM.from_pretrained reads without network and without code of its own"
         ) from error
-    if dtype == torch.float64 and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # grouped products have no float64
     try:
         adapter = model_adapter(attach(model.train(), longest=config.data.max_length))
     except SeqloomError as error:
