@@ -170,6 +170,9 @@ class Step:
             return ids.to(device), labels.to(device)
 
         result = run_step(bind_plan(plan, transport, device=device), parameters, rows, self.valid)
+        assert result.expert_tokens is None or set(result.expert_tokens.sum(1).tolist()) == {
+            sum(self.lengths) * self.spec.active_experts
+        }
         gradients = {name: each.to("cpu", copy=True) for name, each in parameters.full_gradients()}
         return Found(result.loss, result.gradient_norm, gradients)
 

@@ -66,6 +66,8 @@ class StepResult:
             computes, and reducing gradients, their norm and the loss.
         messages_s: seconds of starting messages to other stages and waiting for theirs.
         rows_s: seconds for ids and labels.
+        expert_tokens: int64[layers with experts, experts] tokens of the step that each expert got, on the CPU; None:
+            the model has no experts that are counted.
     """
 
     loss: float
@@ -78,6 +80,7 @@ class StepResult:
     parameters_s: float
     messages_s: float = 0.0
     rows_s: float = 0.0
+    expert_tokens: torch.Tensor | None = None
 
 
 def run_step(
@@ -113,6 +116,8 @@ def _run_training(
     if weights.enabled:
         weights.clear()  # an earlier step may have failed
     weights.enabled = any(action.kind == W for action in rank_plan.actions)
+    if parameters.expert_load is not None:
+        parameters.expert_load.start(rank_plan.device)
     run = _Run(rank_plan, parameters, rows, valid, timer, training=True)
     run.run_actions()
     return run.finish(max_norm)
@@ -194,12 +199,13 @@ class _Run:
             self._parameters.finish_gradients()
             norm = self._parameters.gradient_norm().to(self._totals)
             self._reduce_totals()
-        numbers = _start_copy_to_host(torch.cat((self._totals, norm[None])))
+            experts = self._expert_tokens()
+        numbers = _start_copy_to_host(torch.cat((self._totals, norm[None], experts.to(self._totals).view(-1))))
         self._timer.stop()
         if max_norm is not None:  # not waited for: the GPU is busy while the host goes on to the optimiser
             scale_gradients(self._parameters, (max_norm / norm).clamp(max=1.0))
         seconds = self._timer.seconds()
-        total, counted, norm_found = numbers.tolist()
+        total, counted, norm_found = numbers[:3].tolist()
         return StepResult(
             self._mean_loss(total, counted),
             norm_found,
@@ -211,6 +217,7 @@ class _Run:
             parameters_s=sum(seconds[kind.value] for kind in (UNSHARD, REDUCE, RESHARD)),
             messages_s=seconds[MESSAGES],
             rows_s=seconds[ROWS],
+            expert_tokens=numbers[3:].long().view(experts.shape) if experts.numel() else None,
         )
 
     def global_loss(self) -> float:
@@ -221,6 +228,15 @@ class _Run:
     def _reduce_totals(self) -> None:
         transport = self._rank_plan.transport
         transport.all_reduce(self._totals, tuple(range(transport.ranks)))
+
+    def _expert_tokens(self) -> torch.Tensor:
+        """Return the tokens of every expert in the step, over all ranks; empty where none are counted."""
+        load, transport = self._parameters.expert_load, self._rank_plan.transport
+        if load is None:
+            return torch.empty(0, dtype=torch.int64, device=self._rank_plan.device)
+        counts = load.stop()
+        transport.all_reduce(counts, tuple(range(transport.ranks)))
+        return counts
 
     def _mean_loss(self, total: float, counted: float) -> float:
         """Divide by the valid labels; refuse a step with another number of them than announced."""

@@ -30,6 +30,7 @@ from torch.utils import swap_tensors
 from seqloom.attention import AttentionSpec, prepare_attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
+from seqloom.models.experts import ExpertLoad
 from seqloom.models.loss import CHUNK, PRODUCTS, HeadGradients, Logits, summed_loss
 from seqloom.models.router_loss import RouterLoss
 from seqloom.models.split_backward import WeightGradients
@@ -69,6 +70,9 @@ class ModelAdapter:
         deferred: values of parameters that are on "meta"; None: the module has them.
         experts: modules of experts, which read `expert_range` (`models.experts`), and how many each has; their
             parameters with so many rows belong to experts.
+        expert_load: counts their tokens; None: the model has no experts, or they are not counted.
+        expert_biases: for every module of experts, the name of the buffer [experts] in `module` that its router adds to
+            scores to choose experts; "": there is none.
         router_loss: of layers with experts, which report to it; None: there is none.
     """
 
@@ -92,6 +96,8 @@ class ModelAdapter:
     logits: Logits = PRODUCTS
     router_loss: RouterLoss | None = None
     experts: tuple[tuple[nn.Module, int], ...] = ()
+    expert_load: ExpertLoad | None = None
+    expert_biases: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: Transformer) -> ModelAdapter:
@@ -126,6 +132,7 @@ class ModelAdapter:
             tp_divisors={name: count for name, count in divisors.items() if count},
             no_tp_reason="",
             experts=tuple((each, each.count) for each in model.modules() if isinstance(each, Experts)),
+            expert_load=model.expert_load,
         )
 
     @property
@@ -175,6 +182,10 @@ class ModelAdapter:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         found = ((each, count) for module, count in self.experts for each in module.parameters())
         return {names[id(each)]: count for each, count in found if each.ndim > 1 and len(each) == count}
+
+    def bias_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the correction biases of routers, by name."""
+        return {name: self.module.get_buffer(name) for name in self.expert_biases if name}
 
     def check_expert_degree(self, degree: int) -> None:
         """Refuse an expert degree that does not divide the experts of every layer."""

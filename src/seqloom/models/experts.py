@@ -45,11 +45,14 @@ class ExpertRange(NamedTuple):
         count: experts of the layer.
         own: those of this rank.
         ep_group: with which it exchanges tokens; None: it has the tokens of all its experts.
+        load: int64[count + 1], to which the tokens of this rank add how often each expert was chosen; the last is for
+            numbers that no expert has. None: they are not counted.
     """
 
     count: int
     own: range
     ep_group: EPGroup | None = None
+    load: torch.Tensor | None = None
 
     @classmethod
     def of(cls, count: int, context: Context) -> ExpertRange:
@@ -78,36 +81,100 @@ class ExpertRange(NamedTuple):
         return weight[self.own.start : self.own.stop]
 
 
-def divide_experts(layers: Iterable[nn.Module], experts_of: Callable[[nn.Module], int | None]) -> None:
+class ExpertLoad:
+    """How many tokens of a step every expert of every layer gets; counted in forwards, however often layers run again.
+
+    Attributes:
+        layers: of the model that have experts.
+        experts: of such a layer, at most.
+    """
+
+    def __init__(self, layers: int, experts: int) -> None:
+        """Count nothing until `start`."""
+        self.layers, self.experts = layers, experts
+        self._counts: torch.Tensor | None = None
+        self._seen: set[tuple[int, int]] = set()
+
+    def start(self, device: torch.device) -> None:
+        """Count from now on, for a new step."""
+        self._counts = torch.zeros((self.layers, self.experts + 1), dtype=torch.int64, device=device)
+        self._seen.clear()
+
+    def stop(self) -> torch.Tensor:
+        """Return what was counted on this rank since `start`, int64[layers, experts], and count no more."""
+        assert self._counts is not None
+        counts, self._counts = self._counts[:, :-1], None
+        return counts.contiguous()
+
+    def of_call(self, layer: int, count: int, context: Context) -> torch.Tensor | None:
+        """Return where a call of a layer counts, int64[count + 1]; None: nowhere.
+
+        A layer that is recomputed is called with the same microbatch again, the ranks of a TP group all have its
+        tokens, and a rank without tokens may compute a row that is nobody's.
+        """
+        moved, key = context.mlp_redistribute, (layer, id(context.work))
+        tokens = context.tokens if moved is None else sum(moved.to_target.receives)
+        first = context.tp_group is None or context.tp_group.index == 0
+        if self._counts is None or key in self._seen or not (first and tokens):
+            return None
+        self._seen.add(key)
+        return self._counts[layer, : count + 1]
+
+
+def divide_experts(layers: Iterable[nn.Module], experts_of: Callable[[nn.Module], int | None]) -> ExpertLoad | None:
     """Tell the experts in layers, call by call, which of them are this rank's: `expert_range` of their module.
 
-    Doing it again changes nothing.
+    Returns what counts their tokens; None: no layer has experts.
 
     Args:
         layers: each is called with the context.
         experts_of: how many experts a module has; None: it is no module of experts.
     """
-    for layer in layers:
-        found = tuple((each, count) for each in layer.modules() if (count := experts_of(each)) is not None)
-        if found:
-            LayerWrapper.of(layer).scopes[EXPERTS] = ExpertScope(found).entered
+    layers = list(layers)
+    found = [[(each, count) for each in layer.modules() if (count := experts_of(each))] for layer in layers]
+    counts = [count for modules in found for _, count in modules]
+    if not counts:
+        return None
+    load, numbers = ExpertLoad(len(counts), max(counts)), iter(range(len(counts)))
+    for layer, modules in zip(layers, found, strict=True):
+        if modules:
+            numbered = tuple((next(numbers), *each) for each in modules)
+            LayerWrapper.of(layer).scopes[EXPERTS] = ExpertScope(numbered, load)
+    return load
+
+
+@torch.no_grad()
+def balance_experts(biases: Iterable[torch.Tensor | None], tokens: torch.Tensor, rate: float) -> None:
+    """Move the correction bias of every expert up where it got fewer tokens than the mean, down where more (DeepSeek).
+
+    Args:
+        biases: [experts] by layer, which routers add to scores to choose experts; None: the layer has none.
+        tokens: int64[layers, experts] of the whole step.
+        rate: of a step.
+    """
+    for bias, own in zip(biases, tokens.double(), strict=True):
+        if bias is not None:
+            own = own[: len(bias)]
+            bias += rate * (own.mean() - own).sign().to(bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertScope:
-    """The modules of experts in a layer, with how many each has."""
+    """The modules of experts in a layer: number among those of the model, module, experts."""
 
-    modules: tuple[tuple[nn.Module, int], ...]
+    modules: tuple[tuple[int, nn.Module, int], ...]
+    load: ExpertLoad
 
     @contextmanager
-    def entered(self, context: Context) -> Iterator[None]:
+    def __call__(self, context: Context) -> Iterator[None]:
         """Set what a call with a context computes."""
-        for module, count in self.modules:
-            module.expert_range = ExpertRange.of(count, context)  # pyrefly: ignore[bad-argument-type]
+        for number, module, count in self.modules:
+            own = ExpertRange.of(count, context)._replace(load=self.load.of_call(number, count, context))
+            module.expert_range = own  # pyrefly: ignore[bad-argument-type]
         try:
             yield
         finally:
-            for module, _ in self.modules:
+            for _, module, _ in self.modules:
                 module.expert_range = None  # pyrefly: ignore[bad-argument-type]
 
 
@@ -123,7 +190,10 @@ def run_experts(
         weights: [tokens, top_k].
         experts: which of them this rank computes. Without an EP group, pairs of other experts are left out.
     """
-    group = experts.ep_group
+    group, load = experts.ep_group, experts.load
+    if load is not None:
+        numbers = chosen.reshape(-1).clamp(max=experts.count)
+        load.scatter_add_(0, numbers, torch.ones_like(numbers))
     if group is None:
         pairs = chosen.numel() if len(experts.own) == experts.count else None
         return _own_pairs(x, chosen, weights, experts.own, compute, pairs)

@@ -374,7 +374,7 @@ class Transformer(nn.Module):
         _check_spec(spec, options.rope)
         self.spec, self.options = spec, options
         self.model = Decoder(spec, options, dtype=dtype, device="meta")  # no time spent on values that are replaced
-        divide_experts(self.model.layers, lambda module: module.count if isinstance(module, Experts) else None)
+        self.expert_load = divide_experts(self.model.layers, lambda each: getattr(each, "count", None))
         self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False, dtype=dtype, device="meta")
         self._tie()
         if torch.device(device).type != "meta":

@@ -18,6 +18,7 @@ from seqloom.attention.merge import sum_dtype
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
+from seqloom.models.experts import ExpertLoad
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.router_loss import RouterLoss
 from seqloom.models.split_backward import WeightGradients
@@ -65,6 +66,11 @@ class Parameters(ABC):
     def router_loss(self) -> RouterLoss | None:
         """The loss of the model's routers, if it has one."""
         return self._adapter.router_loss
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """Counts the tokens of the model's experts, if it has some."""
+        return self._adapter.expert_load
 
     def empty_hidden_states(self, tokens: int) -> torch.Tensor:
         """Allocate hidden states, [tokens, hidden], in the dtype that layers compute in."""

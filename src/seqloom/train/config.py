@@ -221,6 +221,8 @@ class Optimiser:
     weight_decay: Real = 0.1
     clip: Real = 1.0
     """The gradient is scaled down to this norm where it is above; 0: never."""
+    expert_bias_rate: Real = 0.0
+    """How far a step moves the correction bias of an expert towards equal loads (DeepSeek V3); 0: it stays."""
 
 
 @_checked

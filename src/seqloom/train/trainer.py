@@ -39,6 +39,7 @@ from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
+from seqloom.models.experts import balance_experts
 from seqloom.models.float8 import check_float8
 from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
@@ -128,6 +129,11 @@ class Trainer(AbstractContextManager):
         adapter = self._model_family.build(config, self.device, parameter_dtype)
         options = {"compiled": config.model.compile, "float8": config.model.float8}
         self.adapter = prepare_layers(adapter, **options, split_backward=setup.planners.multi_stage)
+        if config.optimiser.expert_bias_rate and not self.adapter.bias_buffers():
+            raise SeqloomError(
+                f"optimiser.expert_bias_rate = {config.optimiser.expert_bias_rate}: {type(adapter.module).__name__} has "
+                "no experts with a correction bias; leave it out"
+            )
         stages = setup.planners.stages
         self.parameters = shard_parameters(self.adapter, self.transport, stages, setup.cost, compute_dtype)
         self.optimiser = make_optimiser(self.parameters.master_weights(), config.optimiser)
@@ -278,6 +284,10 @@ class Trainer(AbstractContextManager):
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
         self.parameters.zero_grad()
+        if settings.expert_bias_rate and result.expert_tokens is not None:
+            buffers = self.adapter.bias_buffers()
+            biases = [buffers.get(name) for name in self.adapter.expert_biases]
+            balance_experts(biases, result.expert_tokens.to(self.device), settings.expert_bias_rate)
         return rate
 
     @property
@@ -350,8 +360,12 @@ class Trainer(AbstractContextManager):
         strategies = [strategy.as_dict() for strategy in self.setup.planners.strategies]
         extra: dict[str, Any] = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
         extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due}
-        state = state_by_name(self.optimiser)
-        self.checkpoints.save(step, model=self.parameters.master_weights(), optimiser=state, extra=extra)
+        self.checkpoints.save(step, model=self._model_state(), optimiser=state_by_name(self.optimiser), extra=extra)
+
+    def _model_state(self) -> dict[str, torch.Tensor]:
+        """Return what steps change of the model: master weights, and the biases that balance experts."""
+        balanced = self.config.optimiser.expert_bias_rate > 0
+        return {**self.parameters.master_weights(), **(self.adapter.bias_buffers() if balanced else {})}
 
     def load_checkpoint(self) -> int:
         """Load the checkpoint that the config says to resume from, if any; return the steps that are done."""
@@ -365,8 +379,7 @@ class Trainer(AbstractContextManager):
             path = Path(resume)
         if path is None:
             return 0
-        state = state_by_name(self.optimiser)
-        manifest = self.checkpoints.load(path, model=self.parameters.master_weights(), optimiser=state)
+        manifest = self.checkpoints.load(path, model=self._model_state(), optimiser=state_by_name(self.optimiser))
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
         self._evaluation_due = manifest.extra.get("evaluation_due", False)

@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 from seqloom.dist import bind_single_rank
 from seqloom.dist.expert_parallel import EPGroup
 from seqloom.errors import SeqloomError
-from seqloom.models.experts import ExpertRange, grouped_linear, run_experts
+from seqloom.models.experts import ExpertRange, balance_experts, grouped_linear, run_experts
 from seqloom.models.transformer import MixtureOfExperts
 from support.steps import tiny_spec
 
@@ -132,3 +132,9 @@ def test_experts_that_ranks_cannot_divide_are_refused(threads):
         ExpertRange.of(8, context)
     with pytest.raises(SeqloomError, match="a weight of 3 experts where a rank computes 2 of 8"):
         ExpertRange(8, range(2)).in_hand(torch.zeros(3, 1))
+
+
+def test_biases_follow_the_loads_of_a_step():
+    biases = [torch.tensor([0.5, 0.0, 0.0]), None]
+    balance_experts(biases, torch.tensor([[6, 0, 3], [1, 1, 1]]), 0.1)
+    torch.testing.assert_close(biases[0], torch.tensor([0.4, 0.1, 0.0]))

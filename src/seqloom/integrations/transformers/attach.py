@@ -36,7 +36,7 @@ from seqloom.integrations.transformers.checks import (
     routers_of,
     unwrap,
 )
-from seqloom.integrations.transformers.experts import attach_experts, attached_experts
+from seqloom.integrations.transformers.experts import attach_experts, attached_experts, expert_biases, expert_load
 from seqloom.integrations.transformers.layers import MLP_NAMES, RouterHooks, remap_layers, router_layers, tp_layers
 from seqloom.integrations.transformers.mixers import attach_mixers, is_mixer
 from seqloom.integrations.transformers.parts import (
@@ -211,7 +211,9 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options |= {"tp_axes": tp_axes, "tp_divisors": tp_divisors, "no_tp_reason": ""}
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
-    options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal), "experts": attached_experts(causal, NAME)}
+    options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal)}
+    options |= {"experts": attached_experts(causal, NAME), "expert_load": expert_load(causal)}
+    options |= {"expert_biases": expert_biases(model, causal, NAME)}
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
 
 

@@ -12,8 +12,18 @@ import torch
 from torch import nn
 
 from seqloom.integrations.transformers.checks import decoder_layers
-from seqloom.models.experts import ExpertRange, divide_experts, grouped_linear, run_experts
+from seqloom.models.experts import (
+    ExpertLoad,
+    ExpertRange,
+    ExpertScope,
+    divide_experts,
+    grouped_linear,
+    run_experts,
+)
+from seqloom.models.layer_wrapper import EXPERTS, LayerWrapper
 
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of what routers add to scores only to choose experts, and what no gradient moves."""
 NEEDED = ("down_proj", "is_transposed", "has_bias", "has_gate", "num_experts")
 """What an expert module that looks its forward up has."""
 
@@ -24,7 +34,7 @@ def attach_experts(causal: Any, name: str) -> None:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError:  # an older release: experts are the model's own code, on every rank
         return
-    if not causal._can_set_experts_implementation():
+    if not causal._can_set_experts_implementation() or expert_load(causal) is not None:
         return
     ExpertsInterface.register(name, experts_function)
     causal.set_experts_implementation(name)
@@ -35,6 +45,24 @@ def attached_experts(causal: Any, name: str) -> tuple[tuple[nn.Module, int], ...
     """Return the modules of experts that compute with what is registered as `name`, and how many experts each has."""
     known = (cast("Any", module) for module in causal.modules() if all(hasattr(module, key) for key in NEEDED))
     return tuple((each, int(each.num_experts)) for each in known if each.config._experts_implementation == name)
+
+
+def expert_load(causal: Any) -> ExpertLoad | None:
+    """Return what counts the tokens of a model's experts; None: nothing does."""
+    scopes = (LayerWrapper.of(layer).scopes.get(EXPERTS) for layer in decoder_layers(causal))
+    return next((scope.load for scope in scopes if isinstance(scope, ExpertScope)), None)
+
+
+def expert_biases(model: nn.Module, causal: Any, name: str) -> tuple[str, ...]:
+    """Return, for every module of experts, the name in `model` of the correction bias of its router; "": none."""
+    buffers = {id(buffer): where for where, buffer in model.named_buffers()}
+    parents = {id(child): parent for parent in causal.modules() for child in parent.children()}
+    found = []
+    for module, count in attached_experts(causal, name):
+        beside = parents[id(module)].named_buffers()
+        biases = [each for where, each in beside if where.endswith(BIASES) and each.shape == (count,)]
+        found.append(buffers[id(biases[0])] if biases else "")
+    return tuple(found)
 
 
 def experts_function(
