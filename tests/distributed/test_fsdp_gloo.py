@@ -1,6 +1,7 @@
 """Sharded parameters on gloo processes: every sharding, reduction and checkpointing gives what one process finds."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.interface import ReplicatedParameters
 from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding
+from seqloom.train.model import gather_state_dict
 from support.steps import Found, Step, one_stage_plan, open_together, tiny_spec
 from support.tiny_models import tiny_model
 from support.two_layouts import shifted
@@ -33,14 +35,23 @@ NODE = 4
 
 def spread(transport, step, plan):
     """The step under the plan's own sharding."""
+    return step.spread(plan, transport, partial(sharded, plan=plan))
 
-    def make(adapter, transport):
-        if plan.sharding == Sharding.FREE:
-            return ReshardingParameters(adapter, transport)
-        expert = plan.pipelines[0].stages[0].expert
-        return FSDPParameters(adapter, transport, plan.sharding, node_size=NODE, expert=expert)
 
-    return step.spread(plan, transport, make)
+def sharded(adapter, transport, plan):
+    """Parameters under a plan's sharding."""
+    if plan.sharding == Sharding.FREE:
+        return ReshardingParameters(adapter, transport)
+    expert = plan.pipelines[0].stages[0].expert
+    return FSDPParameters(adapter, transport, plan.sharding, node_size=NODE, expert=expert)
+
+
+def collected(transport, step, plan):
+    """What rank 0 gathers of the parameters, and what they are."""
+    parameters = sharded(step.model_adapter(), transport, plan)
+    found = gather_state_dict(torch.nn.Module(), parameters, transport, torch.device("cpu"))
+    wanted = dict(step.model().named_parameters())
+    return transport.rank, found.keys() == wanted.keys(), all(torch.equal(found[k], wanted[k]) for k in found)
 
 
 def planned(rounds=ROUNDS, **options):
@@ -208,6 +219,8 @@ def test_divided_experts_under_every_sharding(gloo_pool, sharding, expert, exper
     found, wanted = gloo_pool.run(spread, step, plan, ranks=8), step.alone()
     assert max(each.worst(wanted) for each in found) < 1e-9
     assert len({each.loss for each in found}) == len({each.norm for each in found}) == 1
+    for rank, all_there, right in gloo_pool.run(collected, step, plan, ranks=8):
+        assert right and all_there == (rank == 0), "rank 0 alone gathers what ranks have shards of"
 
 
 def with_transformers(transport, name, lora, plan, make):

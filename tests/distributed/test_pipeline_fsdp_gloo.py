@@ -20,6 +20,7 @@ from seqloom.params.placement import Placement
 from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.checkpoint import Checkpoints, Manifest
 from seqloom.train.config import Optimiser
+from seqloom.train.model import gather_state_dict
 from seqloom.train.optim import make_optimiser, state_by_name
 from support.held_memory import waiting_units
 from support.runs import latest_checkpoint
@@ -197,6 +198,9 @@ def run_mixture(transport, step, plan, folder):
     with Checkpoints(folder, keep=1) as checkpoints:
         checkpoints.load(latest_checkpoint(folder), model=other.master_weights(), optimiser={})
     same = all(torch.equal(each, whole[name]) for name, each in other.full_parameters())
+    collected = gather_state_dict(torch.nn.Module(), values, transport, torch.device("cpu"))
+    if transport.rank == 0:
+        same &= collected.keys() == whole.keys() and all(torch.equal(each, whole[k]) for k, each in collected.items())
     rows = {name: len(each.to_local()) for name, each in values.master_weights().items() if "experts" in name}
     return found, same, rows
 

@@ -35,6 +35,7 @@ from seqloom.models.loss import CHUNK
 from seqloom.models.split_backward import WeightGradients
 from seqloom.params.interface import (
     Parameters,
+    ParameterShard,
     all_reduce_gradients,
     check_expert_degree,
     check_job,
@@ -184,6 +185,12 @@ class FSDPParameters(Parameters):
         for axis in (SHARD, EXPERT) if self._experts else ():
             dist.all_reduce(squares[1:], group=self._ep_mesh[axis].get_group())
         return squares.sum().sqrt()
+
+    def shards(self) -> Iterator[tuple[str, ParameterShard]]:
+        """See `Parameters.shards`; the first replica has them."""
+        for name, parameter in self._adapter.module.named_parameters():
+            mesh = self._ep_mesh if name in self._experts else self._mesh
+            yield name, ParameterShard.of(parameter, sends=mesh[REPLICA].get_local_rank() == 0)
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; all of them are DTensors."""

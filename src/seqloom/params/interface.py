@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from seqloom.attention.merge import sum_dtype
+from seqloom.compat import shard_offset
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
@@ -131,6 +132,10 @@ class Parameters(ABC):
             assert parameter.grad is not None
             yield name, full_tensor(parameter.grad)
 
+    @abstractmethod
+    def shards(self) -> Iterator[tuple[str, ParameterShard]]:
+        """Yield canonical name and this rank's part of every parameter's value, tied ones once; see `ParameterShard`."""
+
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield canonical name and unsharded value of every parameter, tied ones once; all ranks iterate."""
         for name, parameter in self._adapter.module.named_parameters():
@@ -150,6 +155,30 @@ class Parameters(ABC):
             self._head_gradients.clear()
         for parameter in self.master_weights().values():
             parameter.grad = None
+
+
+class ParameterShard(NamedTuple):
+    """A rank's part of a parameter's value. The parts with values, of all ranks together, are the parameter.
+
+    Attributes:
+        shape, dtype: of the whole parameter.
+        offset: where the part begins, axis by axis.
+        values: None: this rank has no part, or another one has the same.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    values: torch.Tensor | None
+
+    @classmethod
+    def of(cls, value: torch.Tensor, *, sends: bool) -> ParameterShard:
+        """Return this rank's part of a DTensor, or all of another tensor; without values unless the rank `sends`."""
+        local = local_tensor(value.detach())
+        if not sends or not local.numel():
+            return cls(value.shape, value.dtype, (), None)
+        offset = shard_offset(value) if isinstance(value, DTensor) else (0,) * value.ndim
+        return cls(value.shape, value.dtype, tuple(offset), local)
 
 
 class ReplicatedParameters(Parameters):
@@ -187,6 +216,11 @@ class ReplicatedParameters(Parameters):
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`."""
         return squared_norm(self.master_weights().values()).sqrt()
+
+    def shards(self) -> Iterator[tuple[str, ParameterShard]]:
+        """See `Parameters.shards`; rank 0 has them."""
+        for name, parameter in self._adapter.module.named_parameters():
+            yield name, ParameterShard.of(parameter, sends=self._transport.rank == 0)
 
 
 def check_no_tensor_parallel(plan: Plan) -> None:

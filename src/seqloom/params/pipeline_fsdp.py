@@ -46,6 +46,7 @@ from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.params.fsdp import EXPERT, REPLICA, SHARD, backend_of, new_mesh
 from seqloom.params.interface import (
     Parameters,
+    ParameterShard,
     accumulate_wide,
     all_reduce_gradients,
     buckets,
@@ -244,6 +245,17 @@ class PipelineFSDP(Parameters):
         for name, parameter in self._adapter.module.named_parameters():
             held = self._sharded.get(name)
             yield name, self._broadcast(name, parameter, None if held is None else held.master.detach())
+
+    def shards(self) -> Iterator[tuple[str, ParameterShard]]:
+        """See `Parameters.shards`; the first replica of the first pp rank that holds a parameter has them."""
+        dtype = next(iter(self._sharded.values())).master.dtype
+        for name, parameter in self._adapter.module.named_parameters():
+            if self._holders[name][0] != self._pp_rank:
+                yield name, ParameterShard(parameter.shape, dtype, (), None)
+                continue
+            held = self._sharded[name]
+            mesh = self._ep_mesh if held.divided else self._mesh
+            yield name, ParameterShard.of(held.master, sends=mesh[REPLICA].get_local_rank() == 0)
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; all of them are DTensors, of this rank's stages."""

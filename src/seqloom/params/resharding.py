@@ -48,8 +48,8 @@ from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
-from seqloom.params.interface import Parameters, device_of, local_tensor, reduce_dtype, squared_norm
-from seqloom.params.shards import ComputeCopies, OptimizerShards, weights_of
+from seqloom.params.interface import Parameters, ParameterShard, device_of, local_tensor, reduce_dtype, squared_norm
+from seqloom.params.shards import ComputeCopies, OptimizerShards, shard_rows, weights_of
 from seqloom.plan import ActionKind, LayerRange, Plan, Sharding, Stage
 from seqloom.plan.parameter_layout import (
     EMBEDDING,
@@ -201,6 +201,14 @@ class ReshardingParameters(Parameters):
         for index, master in enumerate(self._masters.parameters):
             if master.grad is not None:
                 yield self._masters.names[index], self._masters.gather(index, local_tensor(master.grad))
+
+    def shards(self) -> Iterator[tuple[str, ParameterShard]]:
+        """See `Parameters.shards`; every rank has its rows."""
+        ranks = self._transport.ranks
+        for name, shape, rows in zip(self._masters.names, self._masters.shapes, self._masters.rows.values(), strict=True):
+            first = shard_rows(shape[0], self._transport.rank, ranks).start
+            offset = (first, *(0 for _ in shape[1:]))
+            yield name, ParameterShard(shape, rows.dtype, offset, rows if len(rows) else None)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`."""

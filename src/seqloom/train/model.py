@@ -6,6 +6,7 @@ that other processes find them by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from seqloom.cost import CostModel
-from seqloom.dist import Transport
+from seqloom.dist import P2PTensor, Transport
 from seqloom.models import (
     ModelAdapter,
     Transformer,
@@ -29,6 +30,7 @@ from seqloom.models import (
 from seqloom.models.adapter import DeferredParameters
 from seqloom.models.files import load_options, model_config, parameter_reader, write_model
 from seqloom.params import FSDPParameters, Parameters, PipelineFSDP, Placement, ReshardingParameters
+from seqloom.params.interface import ParameterShard
 from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.checkpoint import atomic_folder
@@ -132,13 +134,42 @@ def shard_parameters(
     return parameters
 
 
-def gather_state_dict(module: nn.Module, parameters: Parameters, *, root: bool) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers by name, unsharded, on the CPU; tied ones once, by the first name.
+def gather_state_dict(
+    module: nn.Module, parameters: Parameters, transport: Transport, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers by name, whole, on the CPU of rank 0; tied ones once, by the first name.
 
-    All ranks take part, one tensor after the other; only the `root` gets them.
+    All ranks take part, one parameter after the other, and get nothing: they send rank 0 their shards, which are on
+    the device.
     """
-    state = {name: full.cpu() for name, full in parameters.full_parameters() if root}
-    if not root:
-        return state
+    state = {}
+    for name, shard in parameters.shards():
+        whole = _collect(shard, transport, device)
+        if whole is not None:
+            state[name] = whole
+    if transport.rank:
+        return {}
     saved = module.state_dict(keep_vars=True)
     return state | {name: buffer.detach().cpu() for name, buffer in module.named_buffers() if name in saved}
+
+
+def _collect(shard: ParameterShard, transport: Transport, device: torch.device) -> torch.Tensor | None:
+    """Return a parameter on the CPU of rank 0, from the shards of all ranks; None on the others."""
+    axes, everyone = len(shard.shape), tuple(range(transport.ranks))
+    box = [0] * (2 * axes) if shard.values is None else [*shard.offset, *shard.values.shape]
+    boxes = torch.empty(transport.ranks * len(box), dtype=torch.int64, device=device)
+    transport.all_gather(boxes, torch.tensor(box, dtype=torch.int64, device=device), everyone)
+    if transport.rank:
+        if shard.values is not None:
+            transport.exchange([P2PTensor(0, shard.values.contiguous())], []).wait()
+        return None
+    whole = torch.empty(shard.shape, dtype=shard.dtype)
+    for rank, (offset, sizes) in enumerate(boxes.view(transport.ranks, 2, axes).tolist()):
+        if not math.prod(sizes):
+            continue
+        part = shard.values if rank == 0 else torch.empty(sizes, dtype=shard.dtype, device=device)
+        assert part is not None
+        if rank:
+            transport.exchange([], [P2PTensor(rank, part)]).wait()
+        whole[tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))] = part.cpu()
+    return whole

@@ -184,7 +184,7 @@ class Trainer(AbstractContextManager):
                 self.save_checkpoint(step)
         self._enter_phase("the end of the run", limited=False)
         # also when no step was left to do, since a crash may have come before this
-        state = gather_state_dict(self.adapter.module, self.parameters, root=self.transport.rank == 0)
+        state = gather_state_dict(self.adapter.module, self.parameters, self.transport, self.device)
         if self.transport.rank == 0:
             self._model_family.save(self.config, self.adapter.module, state)
         if self._watchdog is not None:
