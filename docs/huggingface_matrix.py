@@ -1,25 +1,28 @@
 """The table of model types in docs/huggingface.md: every causal one of the installed transformers, tiny, and tried.
 
-python docs/huggingface_matrix.py                  renews docs/huggingface.md between its markers; takes a minute
+python docs/huggingface_matrix.py                  renews docs/huggingface.md between its markers; takes ten minutes
 python docs/huggingface_matrix.py phi gpt2 ...     tries these types, and leaves what the page says of the others
 
-A model that is not refused runs under plans of 1, 3 and 4 ranks, and of two stages with a document in pieces. Loss and
-gradients are compared with those of plain transformers, document by document, in float64. Scans of transformers round
-to float32, which sums of decays do not bear well: there they are replaced by plain ones, token by token.
+`seqloom check` says which models are refused, and why. Others run under plans of 1, 3 and 4 ranks, and of two stages
+with a document in pieces. Loss and gradients are compared with those of plain transformers, document by document, in
+float64. Scans of transformers round to float32, which sums of decays do not bear well: there they are replaced by plain
+ones, token by token. Then the commands train and verify each model, from a folder, on processes.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import sys
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -30,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from seqloom.cli import main
 from seqloom.cost import CostModel
 from seqloom.data import IGNORE_INDEX, Batch, Source, StoreWriter, open_source
 from seqloom.describe import Cluster, ModelSpec
@@ -41,6 +45,7 @@ from seqloom.planners.registry import PlannerChoice
 from seqloom.profiling.verify import StepOutcome, run_plan
 
 MARKER = "matrix"
+EXACT = "exact"
 VOCABULARY, LENGTHS = 61, (13, 5, 21, 2)
 MOST_PARAMETERS = 10_000_000
 TOLERANCE = 1e-5
@@ -89,7 +94,8 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
     },
     **{name: {"logits_scaling": 3.0} for name in ("granite", "granitemoe", "granitemoeshared", "granite_swa")},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "minicpm3"), LATENT),
+    "youtu": LATENT | {"pad_token_id": None},  # transformers zeroes its row of an embedding that it loads
     "longcat_flash": LATENT | {"num_layers": 2},
     "llama4_text": {
         **{"attention_chunk_size": 8, "floor_scale": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
@@ -98,6 +104,38 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "lm_head_bias": True},
 }
 """What models of a type have and a small config would not."""
+RECIPE = """
+[run]
+steps = 2
+ranks = 2
+timeout_s = 60
+output = "output"
+[model]
+huggingface = "model"
+dtype = "float64"
+[data]
+source = "documents"
+validation = "documents"
+sequences = 4
+max_length = 64
+[plan]
+capacity = 24
+[optimiser]
+lr = 1e-3
+[schedule]
+kind = "constant"
+[evaluation]
+every = 2
+batches = 1
+[checkpoint]
+every = 0
+"""
+COMMANDS = """\
+all of these went through the commands, from a folder: `seqloom check`,
+`seqloom plan`, `seqloom verify` on four ranks (static, flex and, in stages, pipeline), and `seqloom train --ranks 2`
+with one stage and with two. There the loss of the first step is that of plain transformers, and so is that of the model
+which `from_pretrained` reads back after the last:"""
+"""What the page says of exact types."""
 
 
 # ---- Tiny models
@@ -135,6 +173,11 @@ def tiny_model(config: Any) -> Any:
         for name, parameter in model.named_parameters():
             drawn, narrow = torch.randn(parameter.shape), parameter.ndim > 1 or name.endswith("A_log")
             parameter.copy_(0.3 * drawn if narrow else parameter + 0.1 * drawn)
+    return in_float64(model)
+
+
+def in_float64(model: Any) -> Any:
+    """Return a model that computes in float64."""
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products have no float64
     return model.to(torch.float64).train()
@@ -187,32 +230,45 @@ def plain_scans(model: Any) -> Iterator[None]:
 # ---- What they compute
 
 
-def write_documents(folder: Path) -> tuple[Source, Batch]:
-    """Write documents of random tokens; return them and a batch of all."""
+def write_run(folder: Path, config: Any) -> None:
+    """Write what commands read: a config.json, documents of random tokens, their lengths, and the recipe of a run."""
+    config.save_pretrained(folder / "model")
     draw = np.random.default_rng(0)
-    with StoreWriter(folder, vocabulary=VOCABULARY) as writer:
+    with StoreWriter(folder / "documents", vocabulary=VOCABULARY) as writer:
         for length in LENGTHS:
             writer.add(draw.integers(3, VOCABULARY, length))
-    source = open_source(folder, vocabulary=VOCABULARY)
+    (folder / "lengths.txt").write_text("\n".join(map(str, LENGTHS)))
+    (folder / "run.toml").write_text(RECIPE)
+
+
+def open_documents(folder: Path) -> tuple[Source, Batch]:
+    """Return the documents of a run, and a batch of all."""
+    source = open_source(folder / "documents", vocabulary=VOCABULARY)
     return source, Batch(np.arange(len(LENGTHS)), np.array(source.lengths), np.array(source.valid))
 
 
-def plain_outcome(config: Any, source: Source) -> StepOutcome:
-    """Return what plain transformers computes, document by document."""
-    model = tiny_model(config)
-    capped = getattr(config, "attn_logit_softcapping", None)  # not by torch's own attention
+def plain_loss(model: Any, source: Source, *, routed: bool) -> torch.Tensor:
+    """Return the loss of plain transformers, document by document; `routed`: with that of routers, of all documents."""
+    capped = getattr(model.config, "attn_logit_softcapping", None)  # not by torch's own attention
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
-    loss, valid, routed = torch.zeros((), dtype=torch.float64), int(source.valid.sum()), []
+    loss, valid, routers = torch.zeros((), dtype=torch.float64), int(source.valid.sum()), []
     for document, length in enumerate(LENGTHS):
         ids, labels = (torch.tensor(np.array(each)) for each in source.rows(document, 0, length))
         with plain_scans(model):
             found = model(input_ids=ids[None], use_cache=False)
         loss = loss + cross_entropy(found.logits[0], labels, reduction="sum", ignore_index=IGNORE_INDEX) / valid
-        routed.append(getattr(found, "router_logits", None))
-    if getattr(config, "output_router_logits", False):  # of all documents
-        logits = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
+        routers.append(getattr(found, "router_logits", None))
+    if routed and getattr(model.config, "output_router_logits", False):
+        logits = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))
         counts = (model.num_experts, model.num_experts_per_tok)
         loss = loss + model.router_aux_loss_coef * load_balancing_loss_func(logits, *counts)
+    return loss
+
+
+def plain_outcome(config: Any, source: Source) -> StepOutcome:
+    """Return what plain transformers computes."""
+    model = tiny_model(config)
+    loss = plain_loss(model, source, routed=True)
     loss.backward()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
@@ -223,33 +279,128 @@ def try_type(model_type: str) -> str:
     """Return what is to be said of a model type: that it is exact, or why it is refused or was not tried."""
     try:
         config = tiny_config(model_type)
-        spec = describe(config)
-    except SeqloomError as error:
-        return f"refused: {refusal(error)}"
     except Exception:  # whatever classes raise that know these sizes by other names
         return "not tried: takes no such small sizes"
-    with tempfile.TemporaryDirectory() as folder:
-        source, batch = write_documents(Path(folder) / "store")
-        truth, stages = plain_outcome(config, source), not tiny_adapter(config).single_stage_reason
-        for name, ranks, capacity in PLANS if stages else PLANS[:-1]:
-            cost = CostModel(Cluster.parse(f"1x{ranks}xCPU"), spec, capacity=capacity, max_length=64, stages=2)
-            plan = PlannerChoice(name).plan(batch.lengths, cost)
-            try:
-                outcome = run_plan(plan, source, batch, partial(tiny_adapter, config))
-            except SeqloomError as error:
-                in_pieces = "computes attention twice" in str(error)
-                return "exact, documents not in pieces" if in_pieces else "refused: what only shows in a call"
-            difference = max(truth.largest_difference(outcome), abs(outcome.loss / truth.loss - 1))
-            if not difference <= TOLERANCE:
-                return f"WRONG: {difference:.1e} under {name}"
-    return "exact" if stages else "exact, not in stages"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_run(folder, config)
+        checked = run_seqloom("check", folder / "run.toml", "--batches", 1)
+        if checked.code:
+            return f"refused: {refusal(checked)}"
+        found = try_plans(config, folder)
+        return (try_commands(config, folder, stages=found == EXACT) if found.startswith(EXACT) else "") or found
 
 
-def refusal(error: SeqloomError) -> str:
-    """Return the first reason of a refusal, by name."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    reason = next((line[2:] for line in lines if line.startswith("- ")), None)
-    return "layers that are not alike, or say no heads" if reason is None else reason.partition(" (")[0]
+def try_plans(config: Any, folder: Path) -> str:
+    """Compare plans with plain transformers; say that they are exact, or what is wrong."""
+    source, batch = open_documents(folder)
+    truth, stages = plain_outcome(config, source), not tiny_adapter(config).single_stage_reason
+    spec = describe(config)
+    for name, ranks, capacity in PLANS if stages else PLANS[:-1]:
+        cost = CostModel(Cluster.parse(f"1x{ranks}xCPU"), spec, capacity=capacity, max_length=64, stages=2)
+        plan = PlannerChoice(name).plan(batch.lengths, cost)
+        try:
+            outcome = run_plan(plan, source, batch, partial(tiny_adapter, config))
+        except SeqloomError as error:
+            in_pieces = "computes attention twice" in str(error)
+            return f"{EXACT}, documents not in pieces" if in_pieces else "refused: what only shows in a call"
+        difference = max(truth.largest_difference(outcome), abs(outcome.loss / truth.loss - 1))
+        if not difference <= TOLERANCE:
+            return f"WRONG: {difference:.1e} under {name}"
+    return EXACT if stages else f"{EXACT}, not in stages"
+
+
+# ---- What the commands do
+
+
+class Finished(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def run_seqloom(*words: Any) -> Finished:
+    """Run the command `seqloom` in this process, which has loaded torch already; ranks of a run are processes."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    called = patch.object(sys, "argv", ["seqloom", *map(str, words), "--json"])
+    with redirect_stdout(out), redirect_stderr(err), called:
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Finished(code, out.getvalue(), err.getvalue())
+
+
+def refusal(checked: Finished) -> str:
+    """Return the first reason of a refusal by `seqloom check`, by name; each has a place, a rule and a way out."""
+    reason = re.search(r"^ +- (?P<name>[^(]+) \(.+\): .+; .+", checked.stderr, re.MULTILINE)
+    if checked.code != 2 or reason is None:
+        raise AssertionError(f"no refusal, but exit code {checked.code}: {checked.stderr}")
+    return reason["name"]
+
+
+def try_commands(config: Any, folder: Path, *, stages: bool) -> str:
+    """Plan, verify and train the model of a folder, first with fresh parameters, then with those of a file.
+
+    Return what is wrong; "" if nothing is.
+    """
+    planners = "static:4,flex,pipeline:2" if stages else "static:4,flex"
+    lengths = ("--lengths", folder / "lengths.txt", "--cluster", "1x2xCPU")
+    for words in (
+        ("plan", *lengths, "--model", folder / "model"),
+        ("verify", folder / "run.toml", "--ranks", 4, "--planners", planners),
+    ):
+        done = run_seqloom(*words)
+        if done.code:
+            return f"FAILED: seqloom {words[0]}: {done.stderr or done.stdout}"
+    model = tiny_model(config)
+    model.save_pretrained(folder / "model")
+    with torch.no_grad():
+        truth = plain_loss(model, open_documents(folder)[0], routed=True).item()
+    runs = [train(folder, number) for number in ((1, 2) if stages else (1,))]
+    wrong = next((each for each in runs if isinstance(each, str)), "")
+    return wrong or compare_runs(truth, runs)
+
+
+class Trained(NamedTuple):
+    """Losses of a run, and of the model that it has left."""
+
+    losses: tuple[float, ...]  # of its steps
+    evaluated: float  # by the run, after the last step
+    read_back: float  # by plain transformers, with `from_pretrained`
+
+
+def train(folder: Path, stages: int) -> Trained | str:
+    """Train the model of a folder on two processes; return what came of it, or what went wrong."""
+    output = folder / f"stages-{stages}"
+    planner = "plan.planner=flex" if stages == 1 else f"pipeline.stages={stages}"
+    settings = ("--set", f"run.output={output}", "--set", planner)
+    done = run_seqloom("train", folder / "run.toml", "--ranks", 2, *settings)
+    if done.code:
+        return f"FAILED: seqloom train in {stages} stages: {done.stderr}"
+    options = {"dtype": torch.float64, "output_loading_info": True, "local_files_only": True}
+    model, report = AutoModelForCausalLM.from_pretrained(output / "model", **options)
+    odd = [name for names in report.values() for name in names]
+    if odd:
+        return f"FAILED: from_pretrained has other names than the trained model, {odd[0]}"
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = tuple(each["loss"] for each in records if "loss" in each)
+    (evaluated,) = (each["evaluation_loss"] for each in records if "evaluation_loss" in each)
+    with torch.no_grad():
+        found = plain_loss(in_float64(model), open_documents(folder)[0], routed=False)
+    return Trained(losses, evaluated, found.item())
+
+
+def compare_runs(truth: float, runs: Sequence[Trained]) -> str:
+    """Compare runs with plain transformers, which says the loss of the first step, and with each other."""
+    for number, run in enumerate(runs, 1):
+        pairs = [(run.losses[0], truth), (run.read_back, run.evaluated), *zip(run.losses, runs[0].losses, strict=True)]
+        worst = max(abs(found / wanted - 1) for found, wanted in pairs)
+        if not worst <= TOLERANCE or not run.losses[-1] < run.losses[0]:
+            return f"WRONG: {worst:.1e} in seqloom train in {number} stages, losses {run.losses}"
+    return ""
 
 
 # ---- The page
@@ -261,6 +412,7 @@ def matrix(chosen: Sequence[str] = (), page: str = "") -> str:
     What it says of types that are not tried is what `page` says.
     """
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     found = defaultdict(list)
     said = what_page_says(page) if chosen else {}
@@ -272,8 +424,9 @@ def matrix(chosen: Sequence[str] = (), page: str = "") -> str:
             if number % 20 == 0:
                 print(f"{number}/{len(types)} model types", file=sys.stderr)
     release = ".".join(transformers.__version__.split(".")[:2])
-    rows = [f"Of the {len(types)} causal model types of transformers {release}:", ""]
-    rows += ["| | model types | |", "|---|---|---|"]
+    exact = sum(len(names) for what, names in found.items() if what.startswith(EXACT))
+    rows = [f"Of the {len(types)} causal model types of transformers {release}, {exact} are exact, and {COMMANDS}"]
+    rows += ["", "| | model types | |", "|---|---|---|"]
     for what, names in sorted(found.items(), key=lambda item: (item[0].partition(":")[0], -len(item[1]), item[0])):
         rows.append(f"| {what} | {', '.join(f'`{name}`' for name in names)} | {len(names)} |")
     return "\n".join(rows) + "\n"
@@ -294,7 +447,8 @@ def renewed(page: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     path = Path(__file__).parent / "huggingface.md"
+    del __file__  # processes of a run would import this file
+    torch.set_num_threads(1)
     written = path.read_text()
     path.write_text(renewed(written, matrix(sys.argv[1:], written)))
