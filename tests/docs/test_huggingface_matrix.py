@@ -15,7 +15,7 @@ from seqloom.describe.huggingface import FAMILIES, model_from_config
 from seqloom.integrations.transformers.describe import describe_folder
 
 torch.set_num_threads(1)
-DOCS, RECIPE = Path(__file__).parents[2] / "docs", Path(__file__).parents[2] / "recipes" / "tiny-cpu.toml"
+DOCS, DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "huggingface.md").read_text()
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of tiny configs
 
@@ -74,43 +74,32 @@ def test_shapes_from_the_config_are_those_of_the_modules(matrix, tmp_path, model
     assert by_modules == by_config
 
 
-@pytest.fixture(scope="module", params=["ernie4_5", "lfm2"])
-def folder(request, matrix, tmp_path_factory):
-    """A recipe, and the folder of a type that no table has: one with attention alone, one with convolutions."""
-    place = tmp_path_factory.mktemp("other")
-    config = matrix.tiny_config(request.param)
-    config.vocab_size = 257
-    config.save_pretrained(place / "model")
-    recipe = RECIPE.read_text().replace('spec = "models/tiny.toml" ', 'huggingface = "model"')
-    (place / "recipe.toml").write_text(recipe)
-    return place
-
-
-SMALL = ("data.source=toy:24", "data.sequences=4", "data.max_length=48", "data.too_long=truncate", "plan.capacity=48")
-
-
-def run(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
-
-
-def test_the_commands_take_a_type_that_no_table_has(folder):
-    sets = [word for each in (*SMALL, "run.ranks=2") for word in ("--set", each)]
-    checked = run("check", folder / "recipe.toml", *sets, "--batches", 1, "--json")
-    assert checked.exit_code == 0, checked.output
-    verified = run("verify", folder / "recipe.toml", *sets, "--planners", "static:2,flex,pipeline:2", "--json")
-    assert verified.exit_code == 0 and json.loads(verified.stdout)["passed"], verified.output
-    lengths = folder / "lengths.txt"
-    lengths.write_text("40\n7\n12\n")
-    planned = run("plan", "--lengths", lengths, "--cluster", "1x2xCPU", "--model", folder / "model", "--json")
-    assert planned.exit_code == 0, planned.output
-    assert json.loads(planned.stdout)["model"] == "model"
-
-
 @pytest.mark.distributed
-def test_such_a_type_is_trained_on_processes_and_saved(seqloom_here, folder):
-    more = ("run.steps=2", "schedule.warmup=1", "evaluation.every=0", "checkpoint.every=0")
-    sets = [word for each in (*SMALL, *more, f"run.output={folder / 'out'}") for word in ("--set", each)]
-    done = seqloom_here("train", folder / "recipe.toml", "--ranks", "2", *sets)
-    assert done.returncode == 0, done.stderr
-    said, trained = (json.loads((folder / each / "config.json").read_text()) for each in ("model", "out/model"))
-    assert trained["model_type"] == said["model_type"]
+@pytest.mark.parametrize("model_type", ["ernie4_5", "lfm2", "gemma4"])
+def test_the_commands_plan_verify_and_train(fork_server, matrix, tmp_path, model_type):
+    """Of types that no table has: with attention alone, with convolutions, with a language model inside."""
+    config = matrix.tiny_config(model_type)
+    matrix.write_run(tmp_path, config)
+    assert matrix.run_seqloom("check", tmp_path / "run.toml", "--batches", 1).code == 0
+    assert matrix.try_commands(config, tmp_path, stages=model_type != "gemma4") == ""
+    said, trained = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("model", "stages-1/model"))
+    assert trained["model_type"] == said.get("text_config", said)["model_type"]
+
+
+def test_what_commands_do_wrong_is_found(matrix):
+    right = matrix.Trained((3.0, 2.0), 1.0, 1.0)
+    assert matrix.compare_runs(3.0, [right, right]) == ""
+    for wrong in (right._replace(losses=(3.1, 2.0)), right._replace(read_back=1.1), right._replace(losses=(3.0, 3.0))):
+        assert matrix.compare_runs(3.0, [wrong]).startswith("WRONG")
+    assert "in 2 stages" in matrix.compare_runs(3.0, [right, right._replace(losses=(3.0, 2.1))])
+
+
+REFUSED = [name for name, what in WHAT_PAGE_SAYS.items() if what.startswith("refused")]
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused_types_are_refused_by_check_with_the_reason_of_the_page(matrix, tmp_path, model_type):
+    """With exit code 2, and the feature, where it is, why not, and the way out."""
+    matrix.write_run(tmp_path, matrix.tiny_config(model_type))
+    checked = matrix.run_seqloom("check", tmp_path / "run.toml", "--batches", 1)
+    assert f"refused: {matrix.refusal(checked)}" == WHAT_PAGE_SAYS[model_type]

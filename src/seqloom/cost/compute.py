@@ -44,9 +44,10 @@ def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
     Tensor ranks save the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
     and their own part of the feed-forward they save all these tokens, which is as much as all of it for their own.
     """
-    query, kv = attention_widths(model)
     mixers, values = frozenset(model.mixer_layers), []
     for layer, (ffn, window) in enumerate(zip(feed_forward_values(model), model.windows, strict=True)):
+        kv_heads, dim = model.head_shape(layer)
+        query, kv = model.heads * dim, kv_heads * dim
         attends, mixed = window != 0, model.mixer_values if layer in mixers else 0
         saved = (2 + 2 * tensor) * model.hidden + attends * (3 * query + 2 * kv) + mixed
         touched = 10 * model.hidden + attends * 2 * (query + kv) + 2 * mixed
@@ -69,8 +70,23 @@ def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
 
 
 def attention_widths(model: ModelSpec) -> tuple[int, int]:
-    """Values per token of all query heads together, and of all key heads; the value heads have as many."""
+    """Values per token of all query heads together, and of all key heads; the value heads have as many.
+
+    Of layers that differ (`ModelSpec.head_shapes`), those of most.
+    """
     return model.heads * model.head_dim, model.kv_heads * model.head_dim
+
+
+def layers_by_mask(model: ModelSpec) -> dict[tuple[int | None, int | None], float]:
+    """Window and attention chunk -> layers that have them.
+
+    A layer with heads of another width counts for as many layers as its width is of `head_dim`.
+    """
+    counts = Counter((mask, model.head_shape(layer)[1]) for layer, mask in enumerate(model.masks))
+    found = dict.fromkeys(model.masks, 0)
+    for (mask, dim), layers in counts.items():
+        found[mask] += layers if dim == model.head_dim else layers * dim / model.head_dim
+    return found
 
 
 def kv_heads_per_rank(heads: int, kv_heads: int, ulysses: int) -> int:
@@ -117,7 +133,7 @@ class Compute:
     model: ModelSpec
     matmul_tflops: float
     memory_gb_s: float  # achieved, not spec
-    masks: tuple[tuple[tuple[int | None, int | None], int], ...]  # ((window, attention chunk), layers that have them)
+    masks: tuple[tuple[tuple[int | None, int | None], float], ...]  # of layers that attend: see `layers_by_mask`
     causal: dict[int, LengthCurve]  # by number of forwards
     tile: dict[int, LengthCurve]
     float8_speedup: float  # of the products that run in float8: all but those of weight gradients; 1: none do
@@ -131,7 +147,7 @@ class Compute:
             cluster.device.hbm_gb_s * profile.memory_efficiency,
             tuple(
                 sorted(
-                    Counter(mask for mask in model.masks if mask[0] != 0).items(),
+                    ((mask, layers) for mask, layers in layers_by_mask(model).items() if mask[0] != 0),
                     key=lambda item: [each or 0 for each in item[0]],
                 )
             ),
@@ -221,7 +237,7 @@ def forward_flops(lengths: np.ndarray, model: ModelSpec) -> np.ndarray:
     not counted. A layer's mask counts; of several experts those that a token takes; the head for every token.
     """
     tokens = lengths.astype(np.float64)
-    pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in Counter(model.masks).items())
+    pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in layers_by_mask(model).items())
     seen = 1.0 if model.causal else 2.0
     return 2.0 * model.matmul_parameters * tokens + 4.0 * attention_widths(model)[0] * seen * pairs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ class ModelSpec:
     """Values of a token that go into the convolution and the scan of a mixer and come out."""
     mixer_exchange: int = 0
     """Those of the scan, which a group's ranks exchange for heads; 0: there is a convolution alone."""
+    head_shapes: tuple[tuple[int, int], ...] = ()
+    """For each layer, how many key/value heads it has and how wide its heads are, where layers differ. () is
+    ``kv_heads`` of ``head_dim`` in all of them, by which exchanges of keys and values are priced in any case."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -78,8 +82,16 @@ class ModelSpec:
         legal = not chunks or (len(chunks) == self.layers and all(chunk is None or chunk >= 1 for chunk in chunks))
         rule = f"is empty, or holds None or at least 1 token for all {self.layers} layers"
         self._require(legal, "attention_chunks", rule)
+        self._check_heads()
         self._check_experts()
         self._check_mixers()
+
+    def _check_heads(self) -> None:
+        complete = len(self.head_shapes) in (0, self.layers)
+        self._require(complete, "head_shapes", f"is empty, or needs one entry for each of {self.layers} layers")
+        legal = all(kv_heads >= 1 and dim >= 1 and self.heads % kv_heads == 0 for kv_heads, dim in self.head_shapes)
+        rule = f"holds kv heads that divide the {self.heads} query heads, and widths of at least 1"
+        self._require(legal, "head_shapes", rule)
 
     def _check_experts(self) -> None:
         if not self.experts:
@@ -136,10 +148,14 @@ class ModelSpec:
         """Window and attention chunk of every layer."""
         return tuple(zip(self.windows, self.attention_chunks or (None,) * self.layers, strict=True))
 
-    @property
-    def attention_parameters(self) -> int:
-        """Weights of one layer's four attention projections."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+    def head_shape(self, layer: int) -> tuple[int, int]:
+        """Key/value heads of a layer, and the width of its heads."""
+        return self.head_shapes[layer] if self.head_shapes else (self.kv_heads, self.head_dim)
+
+    def attention_parameters(self, layer: int) -> int:
+        """Weights of a layer's four attention projections; 0: it does not attend."""
+        kv_heads, dim = self.head_shape(layer)
+        return 2 * self.hidden * dim * (self.heads + kv_heads) if self.windows[layer] != 0 else 0
 
     @property
     def attention_layers(self) -> int:
@@ -154,14 +170,14 @@ class ModelSpec:
         """
         if self.experts or self.mixer_layers:
             return (1,)
-        return tuple(t for t in range(1, self.kv_heads + 1) if self.kv_heads % t == 0 and self.ffn % t == 0)
+        shared = math.gcd(self.ffn, *(self.head_shape(layer)[0] for layer in range(self.layers)))
+        return tuple(t for t in range(1, shared + 1) if shared % t == 0)
 
     def check_tensor(self, degree: int) -> None:
         """Refuse a tensor degree that heads, widths or experts do not allow."""
-        divides = degree >= 1 and self.kv_heads % degree == 0 and self.ffn % degree == 0
-        if degree == 1 or (divides and not self.experts and not self.mixer_layers):
-            return
         legal = self.tensor_degrees
+        if degree in legal:
+            return
         nearest = min(legal, key=lambda t: (abs(t - degree), t))
         rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and a feed-forward of {self.ffn}"
         why = "experts are not cut" if self.experts else "mixers are not cut" if self.mixer_layers else rule
@@ -172,14 +188,15 @@ class ModelSpec:
 
         Matrices are cut, norms and biases are whole on every rank.
         """
-        mixing = self.attention_parameters if self.windows[layer] != 0 else 0
+        mixing = self.attention_parameters(layer)
         mixing += self.mixer_parameters if layer in self.mixer_layers else 0
         return (mixing + self._feed_forward(layer in self.moe_layers, self.experts)) // tensor + self._vectors
 
     @property
     def mixing_parameters(self) -> int:
         """Weights of attention and mixers, all layers."""
-        return self.attention_layers * self.attention_parameters + len(self.mixer_layers) * self.mixer_parameters
+        attention = sum(self.attention_parameters(layer) for layer in range(self.layers))
+        return attention + len(self.mixer_layers) * self.mixer_parameters
 
     def _feed_forward(self, sparse: bool, experts: int) -> int:
         matrices = 3 if self.gated else 2

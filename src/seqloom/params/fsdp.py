@@ -10,7 +10,7 @@ Rows may run different rounds, or none. The loss is scaled already, so sums are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -76,9 +76,10 @@ class FSDPParameters(Parameters):
         del parameters  # they would keep the unsharded tensors alive
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         names = {id(each): name for name, each in adapter.module.named_parameters()}
-        for layer in adapter.layers:
-            adapter.materialize([(names[id(each)], each) for each in layer.parameters() if each.is_meta])
-            fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
+        for layers in _by_shared_parameters(adapter.layers):
+            wanted = {id(each): each for layer in layers for each in layer.parameters() if each.is_meta}
+            adapter.materialize([(names[each], parameter) for each, parameter in wanted.items()])
+            fully_shard(layers, **options, reshard_after_forward=not keep_gathered)
         adapter.materialize()
         self._root = fully_shard(self._loss, **options)  # parameters outside the layers: embedding, norm, head
         self._sharded = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
@@ -172,6 +173,16 @@ def new_mesh(device: torch.device, ranks: torch.Tensor, axes: tuple[str, ...]) -
 def backend_of(device: torch.device) -> str:
     """Return the backend that moves the tensors of a device."""
     return dist.get_backend_config().partition(f"{device.type}:")[2].partition(",")[0] or dist.get_backend()
+
+
+def _by_shared_parameters(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Return layers in lists, those that share a parameter in one: FSDP2 gathers such layers together."""
+    lists: dict[nn.Parameter, list[nn.Module]] = {}
+    for layer in layers:
+        own = next((lists[each] for each in layer.parameters() if each in lists), [])
+        own.append(layer)
+        lists |= dict.fromkeys(layer.parameters(), own)
+    return list({id(each): each for each in lists.values()}.values())
 
 
 def _sum_all_gradients(module: FSDPModule) -> None:

@@ -52,7 +52,7 @@ MIXERS = {"mixer_layers": (0, 2), "mixer_parameters": 40, "mixer_values": 16, "m
 def test_mixers_stand_beside_attention_or_in_its_place():
     plain, beside, instead = spec(), spec(**MIXERS), spec(**MIXERS, windows=(0, None, 0, None))
     assert beside.parameters() == plain.parameters() + 80
-    assert instead.parameters() == beside.parameters() - 2 * plain.attention_parameters
+    assert instead.parameters() == beside.parameters() - 2 * plain.attention_parameters(0)
     assert sum(instead.layer_parameters(layer) for layer in range(4)) == instead.parameters() - 100 * 64 - 64
     assert instead.attention_layers == 2 and instead.tensor_degrees == (1,)
     with pytest.raises(SeqloomError, match="tensor degree 2; mixers are not cut; use 1"):

@@ -78,7 +78,7 @@ def test_the_shapes_are_those_of_the_model(name, monkeypatch):
     scanning = [each for each in model.modules() if mixers.is_mixer(each)]
     assert len(scanning) == len(spec.mixer_layers)
     assert {sum(each.numel() for each in mixer.parameters()) for mixer in scanning} == {spec.mixer_parameters}
-    attending = spec.attention_parameters * spec.attention_layers
+    attending = sum(map(spec.attention_parameters, range(spec.layers)))
     feed_forward = sum(each.numel() for name, each in model.named_parameters() if "mlp." in name or "forward." in name)
     outside = spec.vocabulary * spec.hidden * (1 if spec.tied else 2)
     own = attending + feed_forward + outside + len(scanning) * spec.mixer_parameters

@@ -36,7 +36,14 @@ from seqloom.integrations.transformers.checks import (
     routers_of,
     unwrap,
 )
-from seqloom.integrations.transformers.layers import MLP_NAMES, RouterHooks, remap_layers, router_layers, tp_layers
+from seqloom.integrations.transformers.layers import (
+    MLP_NAMES,
+    RouterHooks,
+    context_layers,
+    remap_layers,
+    router_layers,
+    tp_layers,
+)
 from seqloom.integrations.transformers.mixers import attach_mixers, is_mixer
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
@@ -82,8 +89,9 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
     """Make a language model compute its attention with the engine, and return it.
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
-    replaced but the `forward` of dropout modules and their layers, and of mixers that scan; switching to another name
-    undoes the rest. From now on every call needs a context: see `inputs`. What `check` refuses is refused here.
+    replaced but the `forward` of dropout modules and their layers, of mixers that scan, and of layers that do not hand
+    keywords on; switching to another name undoes the rest. From now on every call needs a context: see `inputs`. What
+    `check` refuses is refused here.
 
     Args:
         longest: tokens of the longest document of the run, for a model whose rotary embedding follows the longest
@@ -103,6 +111,7 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
             "attention up by name; use a model that does"
         )
     attach_mixers(causal, NAME)
+    context_layers(decoder_layers(causal))
     if planned_dropouts(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
     if has_router_loss(causal) and router_loss_of(causal) is None:
@@ -224,7 +233,7 @@ def attention_specs(layers: Iterable[nn.Module]) -> tuple[AttentionSpec, ...]:
 
 def attention_spec(module: nn.Module) -> AttentionSpec | None:
     """Return the attention call that a module will make; None: it makes none, or uses other names."""
-    config: Any = getattr(module, "config", None)
+    config = layer_config(module)
     heads, scale = getattr(config, "num_attention_heads", None), getattr(module, "scaling", None)
     names = ("qk_head_dim", "head_dim", "head_size")
     dim = next((value for name in names if (value := getattr(module, name, None))), None)
@@ -237,6 +246,15 @@ def attention_spec(module: nn.Module) -> AttentionSpec | None:
     window, chunk = _config_window(module, layer), _config_chunk(module, layer)
     causal = all(getattr(each, "is_causal", True) is not False for each in (config, module))
     return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk, causal)
+
+
+def layer_config(module: nn.Module) -> Any:
+    """Return the config of a module's layer, which may differ from others' (`per_layer_config`); None: it has none."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    return (
+        config.per_layer_config[layer] if layer is not None and getattr(config, "is_heterogeneous", False) else config
+    )
 
 
 # What transformers calls instead of its own attention.
@@ -318,6 +336,8 @@ def attention_function(
     _check_causal(module, causal, said)
     _check_window(module, keywords, compiled=compiled)
     _check_chunk(module, chunk, compiled=compiled)
+    if query.is_meta:  # of a trial call, which computes nothing
+        return value.new_empty((*query.shape[:1], *query.shape[2:0:-1], value.shape[-1])), None
     options: dict[str, Any] = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout}
     options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk, "causal": causal}
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

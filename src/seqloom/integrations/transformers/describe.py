@@ -9,6 +9,7 @@ the same.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,8 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
 
 IMAGE_TEXT_TYPES = (
-    *("gemma3", "got_ocr2", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3"),
-    *("qwen3_5", "qwen3_5_moe", "smolvlm", "video_llava", "vipllava"),
+    *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "idefics3", "internvl", "llama4", "llava"),
+    *("llava_next", "llava_onevision", "mistral3", "qwen3_5", "qwen3_5_moe", "smolvlm", "video_llava", "vipllava"),
 )
 """Types of models of images and text that compute of text alone what their language model does; a test compares them.
 Others, such as Aya Vision, which leaves the scale of its logits out, are refused."""
@@ -58,7 +59,14 @@ def from_config(folder: Path, dtype: torch.dtype) -> Any:
     """Build the model of a folder's config.json with fresh parameters; of one that sees images, its language model."""
     config = AutoConfig.from_pretrained(folder, **LOCAL)
     text = language_model_config(config)
-    return AutoModelForCausalLM.from_config(config if text is None else text, dtype=dtype, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config if text is None else text, dtype=dtype, trust_remote_code=False)
+    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = type(model.config).__name__
+        raise SeqloomError(
+            f"{type(model).__name__} is refused:\n  - several modalities ({config.model_type}): the trained language "
+            f"model, of a {kind}, could not be read back with AutoModelForCausalLM; use a model of text alone"
+        )
+    return model
 
 
 def language_model_config(config: Any) -> Any | None:
@@ -75,7 +83,9 @@ def describe_folder(folder: Path) -> ModelSpec:
     try:
         with torch.device("meta"):
             model = from_config(folder, torch.bfloat16)
-    except (OSError, ValueError, RuntimeError) as error:
+    except SeqloomError:
+        raise
+    except Exception as error:  # whatever the class may raise for this config
         reason = str(error).strip().partition("\n")[0]
         raise SeqloomError(
             f"{folder} is no causal language model of the installed transformers ({reason}); give the folder of one"
@@ -91,15 +101,17 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
     causal: Any = unwrap(model)
     embedding, layers = causal.get_input_embeddings().weight, decoder_layers(causal)
     hidden, attentions = embedding.shape[1], [_attention_of(layer) for layer in layers]
-    sizes = dict.fromkeys((each.heads, each.kv_heads, each.dim) for each in attentions if each is not None)
+    sizes = Counter((each.heads, each.kv_heads, each.dim) for each in attentions if each is not None)
     if not sizes:
         raise SeqloomError(f"{type(causal).__name__} has no attention: plans are for models with some layers of it")
-    (heads, kv_heads, dim), *others = sizes
+    heads, kv_heads, dim = sizes.most_common(1)[0][0]
+    others = sorted({each[0] for each in sizes} - {heads})
     if others:
         raise SeqloomError(
-            f"{type(causal).__name__} has layers of {heads} heads and layers of {others[0][0]} heads, or of other "
-            "widths: plans are for layers that agree; use a model whose layers do"
+            f"{type(causal).__name__} has layers of {heads} heads and layers of {others[0]} heads: plans give every "
+            "rank of a group as many heads in all layers; use a model whose layers agree"
         )
+    shapes = tuple((kv_heads, dim) if each is None else (each.kv_heads, each.dim) for each in attentions)
     parts = [_feed_forward(layer, hidden) for layer in layers]
     dense, sparse = [part for part in parts if not part.experts], [n for n, part in enumerate(parts) if part.experts]
     widest = max(dense or parts, key=lambda part: part.width or part.expert_width)
@@ -118,6 +130,7 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
         windows=tuple(0 if each is None else each.window for each in attentions),
         learned_positions=has_position_table(causal),
         attention_chunks=chunks if any(chunks) else (),
+        head_shapes=shapes if len(sizes) > 1 else (),
         **({} if not sparse else _experts(causal.config, parts[sparse[0]], tuple(sparse))),
         **_mixers(layers),
     )

@@ -34,7 +34,9 @@ from seqloom.describe import ModelSpec
 from seqloom.describe.huggingface import has_known_type
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
+from seqloom.integrations.transformers.checks import decoder_of
 from seqloom.integrations.transformers.describe import LOCAL, describe_folder, from_config, language_model_config
+from seqloom.integrations.transformers.parts import call_layers_on_meta
 from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
 from seqloom.models.files import open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
@@ -55,8 +57,8 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voca
 def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
     """Build the model of a folder and attach it to the engine: see `train.model.ModelFamily`.
 
-    On the meta device it has no values and nothing reads them. Refuses what `check` refuses, and a folder that cannot
-    be read or lacks parameters.
+    On the meta device it has no values and nothing reads them; there its layers are called, to find what only shows in
+    a call. Refuses what `check` refuses, and a folder that cannot be read or lacks parameters.
     """
     folder = cast("Path", config.model.huggingface)
     try:
@@ -64,7 +66,7 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
             model, read = _build(folder, config.model.seed, device, dtype)
     except SeqloomError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # whatever the class may raise for this config, and files for what is in them
         reason = str(error).strip().partition("\n")[0]
         raise SeqloomError(
             f"model.huggingface = {str(folder)!r} cannot be loaded ({reason}); give a folder that "
@@ -74,6 +76,8 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
         model.set_experts_implementation("eager")  # grouped products have no float64
     try:
         adapter = model_adapter(attach(model.train(), longest=config.data.max_length))
+        if device.type == "meta":
+            call_layers_on_meta(decoder_of(model), model.get_input_embeddings(), adapter.layers)
     except SeqloomError as error:
         raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
     if read is None:
@@ -153,12 +157,16 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def _reader(folder: Path, model: Any) -> Read | None:
-    """Return what reads the parameters of a folder by name; None if only transformers knows which tensors they are."""
+    """Return what reads the parameters of a folder by name; None if only transformers knows which tensors they are.
+
+    Buffers that the folder has are read at once.
+    """
     saved = model.state_dict()
-    if _converts(model.config.model_type) or any(name in saved for name, _ in model.named_buffers()):
+    if _converts(model.config.model_type):
         return None
     shapes, read = open_safetensors(*_weight_files(folder))
-    wanted = {name: list(each.shape) for name, each in model.named_parameters()}
+    buffers = {name: each for name, each in model.named_buffers() if name in saved}
+    wanted = {name: list(each.shape) for name, each in (*model.named_parameters(), *buffers.items())}
     parts = (WHOLE_MODEL,) if _language_model_of(folder) is None else LANGUAGE_MODELS
     part = next((each for each in parts if all(shapes.get(each.stored(n)) == wanted[n] for n in wanted)), None)
     if part is None:
@@ -167,6 +175,8 @@ def _reader(folder: Path, model: Any) -> Read | None:
     known = {part.stored(name) for name in saved}
     others = [name for name in shapes if name.startswith(part.prefixes) and name not in known]
     _refuse_unused(folder, [name for name in others if not ignored.search(name)])
+    for name, buffer in buffers.items():
+        buffer.copy_(read(part.stored(name)))
     return lambda name: read(part.stored(name))
 
 
@@ -233,7 +243,9 @@ def _load_all(folder: Path, dtype: torch.dtype) -> Any:
             )
         options["config"] = text  # transformers knows where these have their language model
     model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
-    _refuse_unused(folder, report["unexpected_keys"])
+    parts = (WHOLE_MODEL,) if text is None else LANGUAGE_MODELS
+    prefixes = tuple(prefix for part in parts for prefix in part.prefixes)
+    _refuse_unused(folder, [name for name in report["unexpected_keys"] if name.startswith(prefixes)])
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
         raise SeqloomError(
