@@ -42,6 +42,7 @@ from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.integrations.transformers.describe import describe_model, language_model_config
 from seqloom.models import ModelAdapter
+from seqloom.planners.hydraulis.strategy import ParallelConfig, PipelineConfig, Strategy
 from seqloom.planners.registry import PlannerChoice
 from seqloom.profiling.verify import StepOutcome, run_plan
 
@@ -51,8 +52,32 @@ VOCABULARY, LENGTHS = 61, (13, 5, 21, 2)
 MOST_PARAMETERS = 10_000_000
 TOLERANCE = 1e-5
 """Relative difference of a gradient: models that compute parts in float32 by design reach no less."""
-PLANS = (("static:1", 1, 24), ("flex", 3, 24), ("static:4", 4, 24), ("pipeline:2", 2, 8))
-"""Planner, ranks, and tokens that a rank may hold."""
+
+
+class TriedPlan(NamedTuple):
+    """How a plan is made."""
+
+    planner: str
+    ranks: int
+    capacity: int = 24  # tokens of a rank, at most
+    sharding: str = "full"
+    options: Mapping[str, Any] = {}
+
+
+PLANS = (TriedPlan("static:1", 1), TriedPlan("flex", 3), TriedPlan("static:4", 4), TriedPlan("pipeline:2", 2, 8))
+TENSOR = Strategy((PipelineConfig(ParallelConfig(1, 2, 2), (0, 1, 2, 3), 96),))
+IN_TP_GROUPS = TriedPlan("hydraulis", 4, sharding="free", options={"strategies": (TENSOR,)})
+"""Two TP groups of two ranks, which share documents by heads."""
+TENSOR_REASONS = {
+    "mixers that scan": "layers that scan",
+    "attention is latent": "latent attention",
+    "attention has sinks": "attention sinks",
+    "experts": "experts",
+    "colwise_gather_output": "fused projections, or norms of all heads (`colwise_gather_output`)",
+    "no tensor-parallel plan": "no tensor-parallel plan published",
+    "are not one list": "no plain list of layers",
+}
+"""What `no_tp_reason` of an adapter says -> what the page says."""
 SIZES: Mapping[str, Any] = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
@@ -177,11 +202,13 @@ batches = 1
 every = 0
 """
 COMMANDS = """\
-all of these went through the commands, from a folder: `seqloom check`,
-`seqloom plan`, `seqloom verify` on four ranks (static, flex and, in stages, pipeline), and `seqloom train --ranks 2`
-with one stage and with two. There the loss of the first step is that of plain transformers, and so is that of the model
-which `from_pretrained` reads back after the last:"""
+all of these went through the commands, from a folder:
+`seqloom check`, `seqloom plan`, `seqloom verify` on four ranks (static, flex and, in stages, pipeline), and
+`seqloom train --ranks 2`, with one stage and with two. There the loss of the first step is that of plain transformers,
+and so is the loss after the last, of the model that `from_pretrained` reads back. What is refused, `seqloom check`
+refuses, with exit code 2 and the reason:"""
 """What the page says of exact types."""
+TENSOR_HEADING = "Tensor parallelism:"
 
 
 # ---- Tiny models
@@ -354,40 +381,61 @@ def plain_outcome(config: Any, source: Source) -> StepOutcome:
     return StepOutcome(loss.item(), sum(float(each.norm()) ** 2 for each in found.values()) ** 0.5, found)
 
 
-def try_type(model_type: str) -> str:
-    """Return what is to be said of a model type: that it is exact, or why it is refused."""
+class Verdict(NamedTuple):
+    """What is to be said of a model type."""
+
+    what: str  # that it is exact, or why it is refused
+    tensor: str = ""  # the same of TP groups; "": it is refused in any case
+
+
+def try_type(model_type: str) -> Verdict:
+    """Try a model type by `seqloom check`, in plans, and by the other commands."""
     config = tiny_config(model_type)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_run(folder, config)
         checked = run_seqloom("check", folder / "run.toml", "--batches", 1)
         if checked.code:
-            return f"refused: {refusal(checked)}"
+            return Verdict(f"refused: {refusal(checked)}")
         found = try_plans(config, folder)
-        stages = found.startswith(EXACT) and not found.startswith((WHOLE, ONE_STAGE))
-        return (try_commands(config, folder, stages=stages) if found.startswith(EXACT) else "") or found
+        stages = not found.what.startswith((WHOLE, ONE_STAGE))
+        failure = try_commands(config, folder, stages=stages) if found.what.startswith(EXACT) else ""
+        return found._replace(what=failure or found.what)
 
 
-def try_plans(config: Any, folder: Path) -> str:
-    """Compare plans with plain transformers; say that they are exact, or what is wrong."""
+def try_plans(config: Any, folder: Path) -> Verdict:
+    """Compare plans with plain transformers; of a model of images and text, with the language model inside."""
     text = language_model_config(config)
     if text is not None:
-        return f"{try_plans(text, folder)}, the language model inside"
+        found = try_plans(text, folder)
+        return found._replace(what=f"{found.what}, the language model inside")
     source, batch = open_documents(folder)
-    truth, stages = plain_outcome(config, source), not tiny_adapter(config).single_stage_reason
-    spec = describe(config)
-    for name, ranks, capacity in PLANS if stages else PLANS[:-1]:
-        cost = CostModel(Cluster.parse(f"1x{ranks}xCPU"), spec, capacity=capacity, max_length=64, stages=2)
-        plan = PlannerChoice(name).plan(batch.lengths, cost)
+    spec, adapter, truth = describe(config), tiny_adapter(config), plain_outcome(config, source)
+    what, tensor = ONE_STAGE if adapter.single_stage_reason else EXACT, tensor_refusal(adapter, spec)
+    plans = [each for each in PLANS if each.planner != "pipeline:2" or what == EXACT]
+    for tried in [*plans, *([] if tensor else [IN_TP_GROUPS])]:
+        options = {"capacity": tried.capacity, "max_length": 64, "stages": 2, "sharding": tried.sharding}
+        cost = CostModel(Cluster.parse(f"1x{tried.ranks}xCPU"), spec, **options)
+        plan = PlannerChoice(tried.planner, tried.options).plan(batch.lengths, cost)
         try:
             outcome = run_plan(plan, source, batch, partial(tiny_adapter, config))
         except SeqloomError as error:
-            in_pieces = "computes attention twice" in str(error)
-            return WHOLE if in_pieces else "refused: what only shows in a call"
+            if "computes attention twice" not in str(error):
+                raise
+            what = WHOLE
+            continue
         difference = max(truth.largest_difference(outcome), abs(outcome.loss / truth.loss - 1))
         if not difference <= TOLERANCE:
-            return f"WRONG: {difference:.1e} under {name}"
-    return EXACT if stages else ONE_STAGE
+            return Verdict(f"WRONG: {difference:.1e} under {tried.planner}")
+    return Verdict(what, tensor or EXACT)
+
+
+def tensor_refusal(adapter: ModelAdapter, spec: ModelSpec) -> str:
+    """Return why a model does not run in TP groups of two; "": it does."""
+    if not adapter.no_tp_reason and 2 in spec.tensor_degrees:
+        return ""
+    reason = adapter.no_tp_reason or "numbers of key heads, or widths, that two does not divide"
+    return next((name for said, name in TENSOR_REASONS.items() if said in reason), reason)
 
 
 # ---- What the commands do
@@ -488,36 +536,56 @@ def compare_runs(truth: float, runs: Sequence[Trained]) -> str:
 
 
 def matrix(chosen: Sequence[str] = (), page: str = "") -> str:
-    """Try the chosen causal model types, or all of them; return the table in Markdown.
+    """Try the chosen causal model types, or all of them; return the tables in Markdown.
 
-    What it says of types that are not tried is what `page` says.
+    What they say of types that are not tried is what `page` says.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    found = defaultdict(list)
-    said = what_page_says(page) if chosen else {}
+    found = what_page_says(page) if chosen else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about tiny configs
-        for number, model_type in enumerate(types, 1):
-            tried = not chosen or model_type in chosen
-            found[try_type(model_type) if tried else said[model_type]].append(model_type)
+        for number, model_type in enumerate(chosen or types, 1):
+            found[model_type] = try_type(model_type)
             if number % 20 == 0:
                 print(f"{number}/{len(types)} model types", file=sys.stderr)
     release = ".".join(transformers.__version__.split(".")[:2])
-    exact = sum(len(names) for what, names in found.items() if what.startswith(EXACT))
-    rows = [f"Of the {len(types)} causal model types of transformers {release}, {exact} are exact, and {COMMANDS}"]
-    rows += ["", "| | model types | |", "|---|---|---|"]
-    for what, names in sorted(found.items(), key=lambda item: (item[0].partition(":")[0], -len(item[1]), item[0])):
-        rows.append(f"| {what} | {', '.join(f'`{name}`' for name in names)} | {len(names)} |")
-    return "\n".join(rows) + "\n"
+    exact = {name: each for name, each in sorted(found.items()) if each.what.startswith(EXACT)}
+    cut = sum(each.tensor == EXACT for each in exact.values())
+    return (
+        f"Of the {len(types)} causal model types of transformers {release}, {len(exact)} are exact, and {COMMANDS}\n\n"
+        + table({name: found[name].what for name in types})
+        + f"\n{TENSOR_HEADING} in TP groups of two ranks {cut} of the exact types are exact, too; others are refused there, "
+        + "with this reason:\n\n"
+        + table({name: each.tensor for name, each in exact.items()})
+    )
 
 
-def what_page_says(page: str) -> dict[str, str]:
-    """Return what the table of a page says of every model type."""
-    table = page.split(f"<!-- {MARKER} -->\n")[1].split(f"<!-- /{MARKER} -->")[0]
-    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ") and "`" in line]
-    return {name: row[1].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
+def table(said: Mapping[str, str]) -> str:
+    """Return a table of model types by what is said of them: what is exact first, then the longest rows."""
+    rows = defaultdict(list)
+    for name, what in said.items():
+        rows[what].append(name)
+    lines = ["| | model types | |", "|---|---|---|"]
+    for what, names in sorted(
+        rows.items(), key=lambda row: (row[0] != EXACT, row[0].partition(":")[0], -len(row[1]), row[0])
+    ):
+        lines.append(f"| {what} | {', '.join(f'`{name}`' for name in names)} | {len(names)} |")
+    return "\n".join(lines) + "\n"
+
+
+def what_page_says(page: str) -> dict[str, Verdict]:
+    """Return what the tables of a page say of every model type."""
+    tables = page.split(f"<!-- {MARKER} -->\n")[1].split(f"<!-- /{MARKER} -->")[0]
+    rows, tensor_rows = (
+        [line.split("|") for line in each.splitlines() if line.startswith("| ") and "`" in line]
+        for each in tables.split(TENSOR_HEADING)
+    )
+    tensor = {name: row[1].strip() for row in tensor_rows for name in re.findall(r"`([^`]+)`", row[2])}
+    return {
+        name: Verdict(row[1].strip(), tensor.get(name, "")) for row in rows for name in re.findall(r"`([^`]+)`", row[2])
+    }
 
 
 def renewed(page: str, table: str) -> str:

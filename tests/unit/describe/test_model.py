@@ -59,6 +59,28 @@ def test_mixers_stand_beside_attention_or_in_its_place():
         beside.check_tensor(2)
 
 
+def test_layers_may_have_other_heads():
+    """Wider ones, and fewer for keys, in every second layer."""
+    plain, other = spec(), spec(head_shapes=((2, 8), (1, 16)) * 2)
+    wide = spec(kv_heads=1, head_dim=16)
+    assert other.parameters() == (plain.parameters() + wide.parameters()) / 2
+    assert sum(other.layer_parameters(layer) for layer in range(4)) == other.parameters() - 100 * 64 - 64
+    assert plain.tensor_degrees == (1, 2) and other.tensor_degrees == (1,)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rule"),
+    [
+        (((2, 8),), "one entry for each of 4 layers"),
+        (((3, 8),) * 4, "divide the 8 query"),
+        (((2, 0),) * 4, "at least 1"),
+    ],
+)
+def test_heads_of_layers_that_cannot_be_are_refused(shapes, rule):
+    with pytest.raises(SeqloomError, match=f"head_shapes = .*{rule}"):
+        spec(head_shapes=shapes)
+
+
 @pytest.mark.parametrize("name", TOTALS)
 def test_totals(name):
     assert MODELS[name].parameters(8192) == pytest.approx(TOTALS[name] * 1e9, rel=0.01)

@@ -326,7 +326,7 @@ def attention_function(
         raise SeqloomError(
             f"{type(module).__name__} was called without a context: attention {NAME!r} needs the round that its tokens "
             f"belong to; call {CALL}, or go back with model.set_attn_implementation('sdpa'). If the call had one, this "
-            "model does not hand keywords on to attention and cannot be used"
+            "model does not hand keywords on to attention: set model.compile = false, or use another"
         )
     compiled = isinstance(seqloom_context, torch.Tensor)
     causal = not isinstance(attention_mask, str)  # `BIDIRECTIONAL`

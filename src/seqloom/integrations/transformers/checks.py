@@ -217,7 +217,7 @@ def _recurrent_state(model: nn.Module, causal: Any) -> Iterator[str]:
 
 @_refuse("no attention", "plans are for documents whose tokens attend", "use a model with some layers of attention")
 def _no_attention(model: nn.Module, causal: Any) -> Iterator[str]:
-    if not _attention_modules(causal):
+    if not causal._supports_attention_backend and not _attention_modules(causal):
         yield f"{type(causal).__name__} has no module of it"
 
 
