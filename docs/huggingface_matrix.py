@@ -553,13 +553,10 @@ def matrix(chosen: Sequence[str] = (), page: str = "") -> str:
     release = ".".join(transformers.__version__.split(".")[:2])
     exact = {name: each for name, each in sorted(found.items()) if each.what.startswith(EXACT)}
     cut = sum(each.tensor == EXACT for each in exact.values())
-    return (
-        f"Of the {len(types)} causal model types of transformers {release}, {len(exact)} are exact, and {COMMANDS}\n\n"
-        + table({name: found[name].what for name in types})
-        + f"\n{TENSOR_HEADING} in TP groups of two ranks {cut} of the exact types are exact, too; others are refused there, "
-        + "with this reason:\n\n"
-        + table({name: each.tensor for name, each in exact.items()})
-    )
+    counts = f"Of the {len(types)} causal model types of transformers {release}, {len(exact)} are exact"
+    groups = f"in TP groups of two ranks {cut} of the exact types are exact, too; others are refused there:"
+    tables = [table({name: found[name].what for name in types}), table({name: v.tensor for name, v in exact.items()})]
+    return f"{counts}, and {COMMANDS}\n\n{tables[0]}\n{TENSOR_HEADING} {groups}\n\n{tables[1]}"
 
 
 def table(said: Mapping[str, str]) -> str:

@@ -83,7 +83,7 @@ def layers_by_mask(model: ModelSpec) -> dict[tuple[int | None, int | None], floa
     A layer with heads of another width counts for as many layers as its width is of `head_dim`.
     """
     counts = Counter((mask, model.head_shape(layer)[1]) for layer, mask in enumerate(model.masks))
-    found = dict.fromkeys(model.masks, 0)
+    found: dict[tuple[int | None, int | None], float] = dict.fromkeys(model.masks, 0)
     for (mask, dim), layers in counts.items():
         found[mask] += layers if dim == model.head_dim else layers * dim / model.head_dim
     return found

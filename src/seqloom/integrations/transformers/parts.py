@@ -14,7 +14,7 @@ each layer's own) cannot be cut: `StageSplitError` says why, and nothing is gues
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from seqloom.errors import SeqloomError
 
 CONSTANTS = (bool, int, float, str, type(None))
 """Arguments of these types are the same in every call."""
+SHARED_KEYS = "shared_kv_states"
+"""Name of a dictionary that layers of Gemma put keys and values into, for others that have none of their own."""
 
 
 class StageSplitError(Exception):
@@ -102,7 +104,7 @@ def drop_padding(rows: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> DecoderParts:
     """Trace an attached model without its head and return its parts; StageSplitError if it does more than they do."""
-    if any(getattr(module, "is_kv_shared_layer", False) for module in decoder.modules()):
+    if any(getattr(module, "is_kv_shared_layer", False) for module in decoder.modules()):  # see `SHARED_KEYS`
         raise StageSplitError("some of its layers have the keys and values of layers before them")
     values = _trace_values(embedding, 2)
     trace = _trace(decoder, layers, embedding, values, 2)
@@ -302,13 +304,15 @@ def _trace_once(
             _like_first_tensor(args) if any(call.module in layers for call in calls) else runnable(*args, **options)
         )
 
-    def stub(child: nn.Module | None) -> nn.Module | None:
+    def stub(child: nn.Module) -> nn.Module:
         if isinstance(child, nn.ModuleList):
             return nn.ModuleList(map(stub, child))
-        return None if child is None else _Stub(child, answer(child), calls)
+        return _Stub(child, answer(child), calls)
 
     stubbed = copy.copy(decoder)
-    stubbed._modules = {name: stub(child) for name, child in decoder._modules.items() if name != layer_list}
+    stubbed._modules = {
+        name: None if child is None else stub(child) for name, child in decoder._modules.items() if name != layer_list
+    }
 
     def answer_layer(*args: Any, **options: Any) -> Any:
         return _like_first_tensor((*args, *options.values()))
@@ -399,6 +403,6 @@ def _source(value: Any, values: CallValues, hidden: tuple[torch.Tensor, ...], wh
             return lambda now: now.tables[index]
     if isinstance(value, CONSTANTS):
         return lambda now: value
-    if isinstance(value, MutableMapping) and not value:  # which layers fill, for others that `split_decoder` refuses
+    if what.startswith(SHARED_KEYS):  # which layers fill for layers that `split_decoder` refuses
         return lambda now: type(value)()
     raise StageSplitError(f"{what} is neither hidden states, positions nor a table made of them")
