@@ -63,6 +63,8 @@ class ModelSpec:
     head_shapes: tuple[tuple[int, int], ...] = ()
     """For each layer, how many key/value heads it has and how wide its heads are, where layers differ. () is
     ``kv_heads`` of ``head_dim`` in all of them, by which exchanges of keys and values are priced in any case."""
+    other_tables: int = 0
+    """Parameters of tables that tokens are looked up in beside the embedding, such as inputs of single layers."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -92,6 +94,7 @@ class ModelSpec:
         legal = all(kv_heads >= 1 and dim >= 1 and self.heads % kv_heads == 0 for kv_heads, dim in self.head_shapes)
         rule = f"holds kv heads that divide the {self.heads} query heads, and widths of at least 1"
         self._require(legal, "head_shapes", rule)
+        self._require(self.other_tables >= 0, "other_tables", "must be 0 or more")
 
     def _check_experts(self) -> None:
         if not self.experts:
@@ -241,11 +244,11 @@ class ModelSpec:
         return self._all_layers(self.active_experts) - self.layers * self._vectors + self.head_parameters
 
     def _outside(self, context: int) -> int:
-        """Embedding, head, final norm and position table."""
+        """Embedding and other tables, head, final norm and position table."""
         matrices = 1 if self.tied else 2
         final_norm = (2 if self.learned_positions else 1) * self.hidden
         positions = context * self.hidden if self.learned_positions else 0
-        return matrices * self.vocabulary * self.hidden + final_norm + positions
+        return matrices * self.vocabulary * self.hidden + self.other_tables + final_norm + positions
 
 
 def _built(name: str, entry: dict[str, Any]) -> ModelSpec:

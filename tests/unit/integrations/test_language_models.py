@@ -122,6 +122,14 @@ def test_a_language_model_that_is_not_all_there_is_refused(tmp_path):
         built(tmp_path / "more")
 
 
+def test_a_tensor_without_a_place_is_refused_also_where_transformers_renames(tmp_path):
+    model = whole_model("qwen3_5")
+    state = model.state_dict() | {"model.language_model.layers.0.mlp.extra.weight": torch.zeros(3)}
+    model.save_pretrained(tmp_path / "model", state_dict=state)
+    with pytest.raises(SeqloomError, match=r"1 tensors of its safetensors have no place .*mlp\.extra\.weight"):
+        built(tmp_path / "model")
+
+
 def test_tensors_of_images_beside_the_config_of_a_causal_model_are_refused(tmp_path):
     model = whole_model("llava")
     model.save_pretrained(tmp_path / "model")

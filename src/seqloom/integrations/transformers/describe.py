@@ -35,7 +35,9 @@ IMAGE_TEXT_TYPES = (
 """Types of models of images and text that compute of text alone what their language model does; a test compares them.
 Others, such as Aya Vision, which leaves the scale of its logits out, are refused."""
 
-ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k", "moe_top_k")
+ACTIVE_EXPERTS = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k", "moe_top_k", "top_k_experts"),
+)
 """Keys of configs for the experts that a token goes to."""
 
 
@@ -131,17 +133,28 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
         learned_positions=has_position_table(causal),
         attention_chunks=chunks if any(chunks) else (),
         head_shapes=shapes if len(sizes) > 1 else (),
-        **({} if not sparse else _experts(causal.config, parts[sparse[0]], tuple(sparse))),
+        other_tables=sum(each.weight.numel() for each in _other_tables(causal) if not _is_position_table(each, causal)),
+        **({} if not sparse else _experts(causal, parts[sparse[0]], tuple(sparse))),
         **_mixers(layers),
     )
 
 
 def has_position_table(causal: Any) -> bool:
     """Whether a model looks positions up in a table, beside that of its tokens, and does not compute them."""
-    most = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+    return any(_is_position_table(each, causal) for each in _other_tables(causal))
+
+
+def _other_tables(causal: Any) -> list[nn.Embedding]:
+    """Return the tables of a decoder beside its token embedding."""
     tables = [each for each in decoder_of(causal).modules() if isinstance(each, nn.Embedding)]
-    others = [each for each in tables if each is not causal.get_input_embeddings()]
-    return most is not None and any(each.num_embeddings >= most for each in others)
+    return [each for each in tables if each is not causal.get_input_embeddings()]
+
+
+def _is_position_table(table: nn.Embedding, causal: Any) -> bool:
+    """Whether a table has rows for all positions, as wide as hidden states, to which they are added."""
+    config = causal.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    return most is not None and table.num_embeddings >= most and table.embedding_dim == config.hidden_size
 
 
 def _attention_of(layer: nn.Module) -> AttentionSpec | None:
@@ -162,8 +175,11 @@ def _feed_forward(layer: nn.Module, hidden: int) -> FeedForward:
     mixing = [module for module in layer.modules() if attention_spec(module) or is_mixer(module)]
     known = {id(each) for module in mixing for each in module.parameters()}
     weights = [each for each in layer.parameters() if id(each) not in known and each.ndim > 1]
-    stacked = [each.shape for each in weights if each.ndim == 3]
-    plain = [each.shape for each in weights if each.ndim == 2]
+    counts = [(module, getattr(module, "moe_num_experts", 0)) for module in layer.modules()]
+    below = {id(each): count for module, count in counts if count for each in module.parameters(recurse=False)}  # DBRX
+    shapes = [each.unflatten(0, (below[id(each)], -1)).shape if id(each) in below else each.shape for each in weights]
+    stacked = [shape for shape in shapes if len(shape) == 3]
+    plain = [shape for shape in shapes if len(shape) == 2]
     if not stacked:
         width, gated = _widths([shape for shape in plain if hidden in shape], hidden)
         return FeedForward(width, gated)
@@ -196,11 +212,12 @@ def _mixers(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
     }
 
 
-def _experts(config: Any, part: FeedForward, sparse: tuple[int, ...]) -> Mapping[str, Any]:
-    text = config.get_text_config()
-    active = next((value for key in ACTIVE_EXPERTS if isinstance(value := getattr(text, key, None), int)), None)
+def _experts(causal: Any, part: FeedForward, sparse: tuple[int, ...]) -> Mapping[str, Any]:
+    said = [getattr(each, key, None) for each in (causal.config.get_text_config(), causal) for key in ACTIVE_EXPERTS]
+    active = next((value for value in said if isinstance(value, int)), None)
     if active is None:
-        raise SeqloomError(f"{type(config).__name__} does not say to how many of {part.experts} experts a token goes")
+        kind = type(causal.config).__name__
+        raise SeqloomError(f"{kind} does not say to how many of {part.experts} experts a token goes")
     return {
         "experts": part.experts,
         "active_experts": active,

@@ -243,9 +243,9 @@ def _load_all(folder: Path, dtype: torch.dtype) -> Any:
             )
         options["config"] = text  # transformers knows where these have their language model
     model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
-    parts = (WHOLE_MODEL,) if text is None else LANGUAGE_MODELS
-    prefixes = tuple(prefix for part in parts for prefix in part.prefixes)
-    _refuse_unused(folder, [name for name in report["unexpected_keys"] if name.startswith(prefixes)])
+    _refuse_unused(
+        folder, [name for name in report["unexpected_keys"] if text is None or _of_language_model(name, model)]
+    )
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
         raise SeqloomError(
@@ -253,6 +253,16 @@ def _load_all(folder: Path, dtype: torch.dtype) -> Any:
             f"another shape there, {missing[0]} among them; give the folder of the whole model"
         )
     return model.to(dtype)
+
+
+def _of_language_model(name: str, model: Any) -> bool:
+    """Whether a tensor beside those of a language model, of a model of images and text, would be part of it.
+
+    Transformers reports such names as they are in the files, or as it has renamed them.
+    """
+    prefixes = tuple(prefix for part in LANGUAGE_MODELS for prefix in part.prefixes)
+    modules = {tuple(each.split(".")[:2]) for each in model.state_dict()}
+    return name.startswith(prefixes) or tuple(name.split(".")[:2]) in modules
 
 
 def _refuse_unused(folder: Path, names: Iterable[str]) -> None:
