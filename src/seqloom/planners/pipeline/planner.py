@@ -29,6 +29,7 @@ from seqloom.planners.pipeline.recompute_offload import (
     stage_micro_batch,
 )
 from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages, stage_group_shapes
+from seqloom.planners.recompute import with_lighter_layers
 from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, simulate_schedule
 from seqloom.schedules.search import BUDGET, balanced_schedule
 from seqloom.simulate import predicted_ns
@@ -119,7 +120,7 @@ def plan_pipeline(
     if not candidates:
         raise search.too_long()
     near = [each for each in candidates if each.makespan_ns * 100 <= candidates[0].makespan_ns * NEAR_PERCENT]
-    plans = [search.plan(candidate) for candidate in near]
+    plans = [with_lighter_layers(search.plan(candidate), cost) for candidate in near]
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
