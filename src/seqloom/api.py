@@ -45,6 +45,8 @@ def cost_model(
     capacity: int | None = None,
     stages: int = 1,
     float8: bool = False,
+    offload: bool | str = "auto",
+    host_gib: float | None = None,
 ) -> CostModel:
     """Build the cost model that prices plans.
 
@@ -59,6 +61,10 @@ def cost_model(
         capacity: tokens a GPU may hold in one round; None takes what fits in memory.
         stages: pipeline stages of the plans to come; with more than one, a model that fits only in stages is accepted.
         float8: linear layers multiply in float8, but for the gradients of weights.
+        offload: whether plans may keep activations in host memory: True where that is predicted to be faster, "auto"
+            for batches that fit in no other way, False never.
+        host_gib: host memory per GPU that a plan may use; None takes the GPU's share of what the cluster has, if it
+            says that.
     """
     return CostModel(
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -70,6 +76,8 @@ def cost_model(
         capacity,
         stages,
         float8=float8,
+        offload=offload,
+        host_gib=host_gib,
     )
 
 
@@ -84,6 +92,8 @@ def plan(
     budget_gib: float | None = None,
     max_length: int | None = None,
     float8: bool = False,
+    offload: bool | str = "auto",
+    host_gib: float | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Plan:
@@ -102,8 +112,8 @@ def plan(
     from seqloom.planners import make_plan, requested_stages
 
     batch = _batch(lengths)
-    given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
-    given |= {"budget_gib": budget_gib, "max_length": max_length}
+    given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
+    given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
     stages = max(requested_stages([planner]), options.get("stages") or 1)
     cost = cost_model(cluster, model, **given, stages=stages)
     if max_length is not None and batch.longest > max_length:
@@ -125,6 +135,7 @@ def simulate(
     budget_gib: float | None = None,
     max_length: int | None = None,
     float8: bool = False,
+    host_gib: float | None = None,
 ) -> Simulation:
     """Simulate a plan: step time, idle and communication shares, memory, a timeline.
 
@@ -132,7 +143,7 @@ def simulate(
     that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
     """
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
-    options |= {"budget_gib": budget_gib, "max_length": max_length}
+    options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
     return _simulate(plan, cost_model_of(plan, cluster, model, **options))
 
 
@@ -179,6 +190,11 @@ class Evaluation:
         """Peak memory of the fullest rank."""
         return float(self.simulation.peak_memory.max()) / GIB
 
+    @property
+    def peak_host_memory_gib(self) -> float:
+        """Most activations that a rank has in host memory."""
+        return float(self.simulation.peak_host_memory.max()) / GIB
+
     def figures(self) -> dict[str, Any]:
         """Return the figures that comparisons show, by their JSON keys."""
         return {
@@ -189,6 +205,7 @@ class Evaluation:
             "comm_share": float(self.simulation.comm_share),
             "idle_share": float(self.simulation.idle_share),
             "peak_memory_gib": self.peak_memory_gib,
+            "peak_host_memory_gib": self.peak_host_memory_gib,
             "plan_hash": self.plan.hash,
         }
 
@@ -254,17 +271,19 @@ def has_stages(plan: Plan) -> bool:
 
 
 def _simulate(plan: Plan, cost: CostModel) -> Simulation:
-    """Validate and simulate a plan; refuse one that needs more memory than the budget."""
+    """Validate and simulate a plan; refuse one that needs more memory, or host memory, than the budget."""
     from seqloom.simulate import simulate
 
     plan.validate()
     simulation = simulate(plan, cost)
-    rank = int(np.argmax(simulation.peak_memory))
-    peak = simulation.peak_memory[rank]
-    if peak > cost.budget_bytes:
-        raise SeqloomError(
-            f"the plan needs {peak / GIB:.1f} GiB on rank {rank}, the budget here is "
-            f"{cost.budget_bytes / GIB:.1f} GiB; give the budget and the maximum length it was made with, "
-            "or plan again"
-        )
+    needs = {"": (simulation.peak_memory, cost.budget_bytes)}
+    if cost.host_bytes is not None:
+        needs[" of host memory"] = simulation.peak_host_memory, cost.host_bytes
+    for what, (peak, budget) in needs.items():
+        rank = int(np.argmax(peak))
+        if peak[rank] > budget:
+            raise SeqloomError(
+                f"the plan needs {peak[rank] / GIB:.1f} GiB{what} on rank {rank}, the budget here is "
+                f"{budget / GIB:.1f} GiB; give the budget and the maximum length it was made with, or plan again"
+            )
     return simulation

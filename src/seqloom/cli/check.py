@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from seqloom.describe import ModelSpec
-    from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
+    from seqloom.profiling.check import DocumentCounts, OffloadedSteps, PackingComparison, PredictedSteps, RunCheck
     from seqloom.train.config import Config
 
 
@@ -36,7 +36,7 @@ def check(
     Example:
         seqloom check recipes/tiny-cpu.toml --set plan.planner=flex --batches 4
     """
-    from seqloom.profiling.check import compare_packings, find_warnings, inspect_run, predict_steps
+    from seqloom.profiling.check import OffloadedSteps, compare_packings, find_warnings, inspect_run, predict_steps
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
@@ -47,10 +47,11 @@ def check(
         planned = predict_steps(run, progress)
     notes = find_warnings(run, planned[0])
     packings = compare_packings([batch.lengths for batch in run.sample], run.setup.cost)
+    offloaded = OffloadedSteps.of(planned[0].evaluations, run.setup.cost)
     shared.report(
         json,
-        lambda: _as_dict(run, planned, packings, notes),
-        lambda console: _draw(console, run, planned, packings, notes),
+        lambda: _as_dict(run, planned, packings, offloaded, notes),
+        lambda console: _draw(console, run, planned, packings, offloaded, notes),
     )
 
 
@@ -83,7 +84,11 @@ def _check_layers(config: Config, *, with_stages: bool) -> None:
 
 
 def _as_dict(
-    run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]
+    run: RunCheck,
+    planned: list[PredictedSteps],
+    packings: PackingComparison,
+    offloaded: OffloadedSteps | None,
+    notes: list[str],
 ) -> dict[str, Any]:
     """Return data, run, figures of every planner as lists over the batches, and packings, by JSON keys."""
     return {
@@ -103,6 +108,7 @@ def _as_dict(
             "balance": {name: balance.as_dict() for name, balance in packings.balance.items()},
             "refused": packings.refused or None,
         },
+        "offloaded": None if offloaded is None else asdict(offloaded),
         "warnings": notes,
     }
 
@@ -128,7 +134,12 @@ def _figures(planned: PredictedSteps) -> dict[str, Any]:
 
 
 def _draw(
-    console: Console, run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]
+    console: Console,
+    run: RunCheck,
+    planned: list[PredictedSteps],
+    packings: PackingComparison,
+    offloaded: OffloadedSteps | None,
+    notes: list[str],
 ) -> None:
     from seqloom.api import GIB
     from seqloom.view import balance_table
@@ -149,6 +160,12 @@ def _draw(
         f"{memory.max():.3g} GiB on a rank (the least {memory.min():.3g}) of {budget:.3g} GiB.\n"
         f"All steps together: about {duration(mean * steps)}."
     )
+    if offloaded is not None:
+        typer.echo(
+            f"Activations of up to {offloaded.layers} layers go to host memory in {offloaded.steps} of these steps: at "
+            f"most {offloaded.host_bytes / GIB:.3g} GiB of a rank; copies make them "
+            f"{100 * offloaded.copies_ns / (offloaded.step_ns - offloaded.copies_ns):.1f} % longer."
+        )
     console.print(balance_table({one.planner: one.balance for one in planned} | packings.balance))
     typer.echo(
         "DBR, ABR: tokens and attention work that ranks lack beside the one that has most; PR: padding; CR: tokens "

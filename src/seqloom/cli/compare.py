@@ -37,6 +37,8 @@ def compare(
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,
     float8: shared.Float8 = False,
+    offload: shared.Offload = "auto",
+    host_gib: shared.HostGib = None,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     seed: shared.Seed = 0,
@@ -55,6 +57,7 @@ def compare(
     names = planner_names(planners)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
+    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
     cost = cost_model(cluster, shared.load_model(model), **options, stages=requested_stages(names))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)

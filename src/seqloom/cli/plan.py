@@ -52,6 +52,8 @@ def plan(
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,
     float8: shared.Float8 = False,
+    offload: shared.Offload = "auto",
+    host_gib: shared.HostGib = None,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     out: Out = None,
@@ -76,6 +78,7 @@ def plan(
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
+    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
     cost = cost_model(cluster, shared.load_model(model), **options, stages=1 if packs else requested_stages([planner]))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = _workload(source, batch_size, tokens_per_batch, skip)
@@ -113,6 +116,7 @@ def simulate(
     max_length: Annotated[int | None, Option(help="Longest sequence of the run, tokens, as when planning.")] = None,
     budget_gib: shared.BudgetGib = None,
     float8: shared.Float8 = False,
+    host_gib: shared.HostGib = None,
     picture: shared.Picture = None,
     json: shared.AsJson = False,
 ) -> None:
@@ -128,7 +132,7 @@ def simulate(
     shared.check_output(picture, "picture", (".svg",))
     loaded = Plan.load(plan)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
-    options |= {"budget_gib": budget_gib, "max_length": max_length}
+    options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
     cost = cost_model_of(loaded, cluster, shared.load_model(model), **options)
     evaluation = evaluate(loaded, cost)
     shared.report(

@@ -39,6 +39,7 @@ from seqloom.cost.memory import (
     MemoryModel,
     layer_parameters,
 )
+from seqloom.cost.profile import HOST_GB_S
 from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
 from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Checkpoint, Reduce, Remap, Sharding
@@ -69,6 +70,7 @@ class CostEngine(ABC):
     matmul_share: float = 1.0  # of the part ``linear``
     solo_time_ratio: float = 1.0  # a rank's time while all others wait, over its time while all are busy
     split_us: float = 0.0  # what a backward takes more in two halves (I, W) than in one, per layer
+    host_gb_s: float = HOST_GB_S  # GB/s of a device to and from pinned host memory, in one direction
 
     @abstractmethod
     def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
@@ -100,6 +102,10 @@ class CostEngine(ABC):
             f"profile {self.profile.name} has no constants for a second layout of tokens; "
             "plan without remapping, or leave the profile out"
         )
+
+    def copy_ns(self, size: np.ndarray) -> np.ndarray:
+        """int64 ns of copying so many bytes between a device and host memory, one way."""
+        return np.ceil(size / self.host_gb_s).astype(np.int64)
 
     def split_overhead_ns(self, layers: int) -> int:
         """ns that a backward through so many layers takes more in two halves than in one."""
@@ -154,6 +160,7 @@ class AnalyticEngine(CostEngine):
             matmul_share=compute.matmul_share,
             solo_time_ratio=profile.solo_time_ratio,
             split_us=profile.split_us,
+            host_gb_s=profile.host_gb_s,
             tensor=tensor,
         )
 
@@ -316,7 +323,7 @@ class AdditiveEngine(CostEngine):
         return cls(
             profile=profile,
             constants=constants,
-            memory=AdditiveMemory(state, shard_ranks, constants.mib_per_token * MIB),
+            memory=AdditiveMemory(state, shard_ranks, constants.mib_per_token * MIB, constants.layers),
             links=None,
             policies=(MemoryPolicy(Checkpoint.PROFILE, Reduce.ROUND),),  # as they were measured
             budget_bytes=math.floor(budget * GIB),

@@ -63,8 +63,7 @@ class BatchProblem:
         held = most * self.tables.capacity // self.cost.pad_multiple * self.cost.pad_multiple
         return SeqloomError(
             f"sequence {longest} has {self.lengths[longest]} tokens, but the largest group ({most} GPUs x "
-            f"{self.tables.capacity} tokens) holds {held}; {drop_longer(held)}, "
-            "raise the memory budget or use more GPUs"
+            f"{self.tables.capacity} tokens) holds {held}; {drop_longer(held)}, {self.cost.ways_out}"
         )
 
     def checkpoint(self, groups: Sequence[GroupPlacement]) -> Checkpoint:

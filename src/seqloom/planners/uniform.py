@@ -123,7 +123,7 @@ def holding_degrees(problems: Sequence[BatchProblem], longest: int) -> list[int]
     if not holding:
         raise SeqloomError(
             f"no group holds a sequence of {longest} tokens: the largest has {degrees[-1]} GPUs x {most} tokens; "
-            f"lower the longest sequence to {int(degrees[-1]) * most}, raise the memory budget or use more GPUs"
+            f"lower the longest sequence to {int(degrees[-1]) * most}, {problems[0].cost.ways_out}"
         )
     return holding
 

@@ -52,6 +52,8 @@ KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_0
 """Documents whose kernels are timed; the shortest gives the cost per document, whatever its length."""
 MESSAGE_BYTES = (1 << 12, 1 << 22)
 """Messages whose times give a link's latency and bandwidth."""
+HOST_COPY_BYTES = 1 << 28
+"""Bytes of a copy between a GPU and its host."""
 MATMUL_TOKENS = 2048
 """Rows of the matrix products."""
 START_US = {
@@ -165,6 +167,10 @@ class Calibrator:
         sources |= {"round_us": "in layer_us", "overlap": "0: traffic is fitted as what does not hide"}
         if self.device.type == "cpu":
             changes["gathered_us"], sources["gathered_us"] = START_GATHERED_US, fitted
+        else:
+            self._mean(0.0)  # all ranks begin together
+            changes["host_gb_s"] = self._mean(host_copy_gb_s(self.device))
+            sources["host_gb_s"] = f"measured with pinned memory, the slower direction, {ranks}"
         changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | sources}
         return replace(self.given, **changes, **START_US)
 
@@ -242,6 +248,23 @@ def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> 
                 seconds += time.perf_counter() - begin
                 flops += 6.0 * MATMUL_TOKENS * before * after
     return flops / seconds / 1e12
+
+
+def host_copy_gb_s(device: torch.device, size: int = HOST_COPY_BYTES) -> float:
+    """GB/s of this rank between a device and pinned host memory, in the slower direction."""
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    here = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    seconds = []
+    for target, source in ((here, there), (there, here)):
+        times = []
+        for _ in range(REPEATS + 1):
+            synchronize(device)
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            synchronize(device)
+            times.append(time.perf_counter() - begin)
+        seconds.append(statistics.median(times[1:]))
+    return size / max(seconds) / 1e9
 
 
 def _curve(points: Sequence[TimePoint], spec: ModelSpec, area: float) -> Curve:

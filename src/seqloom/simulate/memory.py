@@ -39,6 +39,23 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     return peak
 
 
+def peak_host_memory(plan: Plan, cost: CostModel) -> np.ndarray:
+    """int64[ranks] bytes of activations in host memory."""
+    peak = np.zeros(cost.ranks, dtype=np.int64)
+    for pipeline in plan.pipelines:
+        memory = PipelineMemory(plan, cost, pipeline)
+        if not any(work.offload for current in pipeline.rounds for work in current.by_stage):
+            continue
+        if len(pipeline.stages) == 1:
+            for current in pipeline.rounds:
+                peak = np.maximum(peak, memory.round_host_bytes(current.by_stage[0]))
+            continue
+        for pp_rank in range(len(pipeline.ranks_by_pp_rank)):
+            for held in memory.host_walk(pp_rank):
+                peak = np.maximum(peak, np.ceil(held).astype(np.int64))
+    return peak
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineMemory:
     """Bytes of the ranks of one pipeline of a plan."""
@@ -57,14 +74,34 @@ class PipelineMemory:
         tokens = tokens_on_ranks(self.cost, work) if tokens is None else tokens
         if unsharded is None:
             policy = MemoryPolicy(work.checkpoint, self.plan.reduce)
-            fixed, activations = memory.fixed_bytes(policy), tokens * memory.token_bytes(policy, work.lighter_layers)
+            per_token = memory.token_bytes(policy, work.offloaded_layers, work.lighter_layers)
+            fixed, activations = memory.fixed_bytes(policy), tokens * per_token
         else:  # in forward, at the start of the backward, at its end
-            kept = work.checkpoint, False, work.lighter_layers
+            kept = work.checkpoint, work.offloaded_layers, work.lighter_layers
             held, forward, backward, *_ = memory.activation_bytes(layers, *kept)
             fixed = memory.working_bytes(layers) + unsharded.always + unsharded.copies
             starts = np.maximum(tokens * (held + forward), tokens * (held + backward) + unsharded.layer)
             activations = np.maximum(starts, tokens * backward + unsharded.layer + unsharded.rest)
         return fixed + np.ceil(activations).astype(np.int64)
+
+    def round_host_bytes(self, work: StageMicroBatch, tokens: np.ndarray | None = None) -> np.ndarray:
+        """int64[ranks]: bytes of activations in host memory in a round of a pipeline of one stage."""
+        memory = self.cost.with_tensor(self.pipeline.stages[0].tensor).memory
+        tokens = tokens_on_ranks(self.cost, work) if tokens is None else tokens
+        size = memory.host_bytes(self.pipeline.layer_ranges[0], work.checkpoint, work.offloaded_layers)
+        return np.ceil(tokens * size).astype(np.int64)
+
+    def host_walk(self, pp_rank: int) -> Iterator[np.ndarray]:
+        """Yield float64[ranks] bytes of activations in host memory, action by action of a pipeline rank."""
+        units = {}
+        for s in self.pipeline.stages_of(pp_rank):
+            memory = self.cost.with_tensor(self.pipeline.stages[s].tensor).memory
+            for r, work in enumerate(current.by_stage[s] for current in self.pipeline.rounds):
+                size = memory.host_bytes(self.pipeline.layer_ranges[s], work.checkpoint, work.offloaded_layers)
+                units[s, r] = UnitMemory(size * tokens_on_ranks(self.cost, work).astype(np.float64))
+        row = (action for action in self.pipeline.actions[pp_rank] if action.kind in (F, B, I, W))
+        for _, peak, _ in memory_walk(row, lambda action: units[action.stage, action.round or 0]):
+            yield peak
 
     def state_bytes(self, pp_rank: int) -> np.ndarray:
         """float64[ranks of the pipeline rank] bytes before any token."""
@@ -107,7 +144,8 @@ class PipelineMemory:
         _, copies, layer, _, _ = self._unsharded.get(stage, _RESIDENT)
         for work in (current.by_stage[stage] for current in self.pipeline.rounds):
             tokens = tokens_on_ranks(self.cost, work).astype(np.float64)
-            per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload, work.lighter_layers)
+            kept = work.checkpoint, work.offloaded_layers, work.lighter_layers
+            per_token = own.memory.activation_bytes(layers, *kept)
             unit = UnitMemory(*(each * tokens for each in per_token))
             yield unit._replace(
                 forward=unit.forward + copies,

@@ -186,7 +186,7 @@ def make_cost_model(config: Config, spec: ModelSpec, ranks: int, longest: int) -
     if stages == "auto" or plan.sharding == Sharding.FREE:
         stages = 2  # perhaps only a pipeline holds the model
     memory = (plan.budget_gib, config.data.max_length or longest, plan.capacity)
-    options = {"stages": int(stages), "float8": config.model.float8}
+    options = {"stages": int(stages), "float8": config.model.float8, "offload": plan.offload, "host_gib": plan.host_gib}
     return CostModel(cluster, spec, plan.profile, plan.sharding, *memory, **options)
 
 

@@ -37,14 +37,28 @@ def test_parameters_of_the_stages_are_those_of_the_model(tied, learned):
 def test_what_is_kept_falls_from_choice_to_choice():
     memory, stage = cost_of().memory, LayerRange(3, 6, 9)
     order = [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE]
-    held = [memory.activation_bytes(stage, checkpoint, offload=False).held for checkpoint in order]
+    held = [memory.activation_bytes(stage, checkpoint).held for checkpoint in order]
     assert held == sorted(held, reverse=True) and held[-1] == 2 * 1024  # the stage's input, bf16
     assert held[2] == 3 * held[3]  # one input per layer
-    assert all(memory.activation_bytes(stage, checkpoint, offload=True).held == 0 for checkpoint in order)
-    whole = memory.activation_bytes(stage, Checkpoint.NONE, offload=False)
+    assert all(memory.activation_bytes(stage, checkpoint, 3).held == 0 for checkpoint in order)
+    whole = memory.activation_bytes(stage, Checkpoint.NONE)
     assert whole.deferred <= whole.held and whole.split == 0
-    again = memory.activation_bytes(stage, Checkpoint.STAGE, offload=False)
+    again = memory.activation_bytes(stage, Checkpoint.STAGE)
     assert again.backward >= whole.held and again.split == again.deferred == whole.deferred
+
+
+@pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL])
+def test_layers_that_are_offloaded_leave_two_of_them_on_the_gpu(checkpoint):
+    """One that is worked on, and one that is copied; what is in host memory is what the GPU no longer holds."""
+    memory, stage = cost_of().memory, LayerRange(2, 6, 9)
+    plain = memory.activation_bytes(stage, checkpoint)
+    for count in range(5):
+        offloaded = memory.activation_bytes(stage, checkpoint, count)
+        away = memory.host_bytes(stage, checkpoint, count)
+        assert (offloaded.held, away) == (plain.held * (4 - count) / 4, plain.held * count / 4)
+        assert offloaded.forward - plain.forward == offloaded.backward - plain.backward == (count > 0) * plain.held / 2
+        assert offloaded[3:] == plain[3:]
+    assert memory.host_bytes(stage, Checkpoint.STAGE, 4) == 2 * 1024
 
 
 def test_only_the_last_stage_has_logits():
@@ -127,9 +141,9 @@ def test_other_shardings_split_what_they_shard(sharding):
 def test_layers_that_recompute_less_store_what_their_checkpoint_stores():
     """Three layers, one of them lighter; recomputing takes the memory of a whole layer however few layers do it."""
     memory, layers = cost_of().memory, LayerRange(2, 5, 9)
-    pure = {kind: memory.activation_bytes(layers, kind, False) for kind in (NONE.checkpoint, *HEAVY)}
+    pure = {kind: memory.activation_bytes(layers, kind) for kind in (NONE.checkpoint, *HEAVY)}
     for heavy in HEAVY:
-        mixed = memory.activation_bytes(layers, heavy, False, 1)
+        mixed = memory.activation_bytes(layers, heavy, 0, 1)
         light = pure[heavy.lighter]
         assert mixed.held == (2 * pure[heavy].held + light.held) / 3
         assert mixed[1:] == pure[heavy][1:]

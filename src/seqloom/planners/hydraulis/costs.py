@@ -162,7 +162,7 @@ def token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool) 
                 tokens.append(microbatch_tokens(inside, layers, replicas, checkpoint, in_flight))
             else:
                 free = inside.budget_bytes - pp_rank_bytes(inside, (layers,), layout.shard_group_size(inside))
-                own = inside.memory.activation_bytes(layers, checkpoint, offload=False)
+                own = inside.memory.activation_bytes(layers, checkpoint)
                 tokens.append(int(free // (in_flight * own.held + max(own.forward, own.backward))))
         capacity[MemoryPolicy(checkpoint, Reduce.STEP, resident=True)] = min(tokens)
     return capacity

@@ -26,10 +26,11 @@ from seqloom.planners.pipeline.recompute_offload import (
     Choice,
     MicroBatchCosts,
     policies_of,
+    policy_capacity,
     stage_micro_batch,
 )
 from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages, stage_group_shapes
-from seqloom.planners.recompute import with_lighter_layers
+from seqloom.planners.recompute import with_layer_choices, without_unused_limits
 from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, simulate_schedule
 from seqloom.schedules.search import BUDGET, balanced_schedule
 from seqloom.simulate import predicted_ns
@@ -120,7 +121,7 @@ def plan_pipeline(
     if not candidates:
         raise search.too_long()
     near = [each for each in candidates if each.makespan_ns * 100 <= candidates[0].makespan_ns * NEAR_PERCENT]
-    plans = [with_lighter_layers(search.plan(candidate), cost) for candidate in near]
+    plans = [with_layer_choices(search.plan(candidate), cost) for candidate in near]
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
@@ -245,10 +246,9 @@ class PipelineSearch:
 
     def _document_costs(self, base: int) -> tuple[DocumentCosts, int]:
         """(the batch priced under a policy, capacity of a rank in tokens of a micro-batch)."""
-        checkpoint = self.policies[base].checkpoint
-        policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+        policy = MemoryPolicy(self.policies[base].checkpoint, Reduce.STEP, resident=True)
         costs = DocumentCosts.of(self.lengths, self.cost, self.layout, policy)
-        return costs, dict(self.limits.capacity)[checkpoint]
+        return costs, policy_capacity(self.limits, self.policies[base])
 
     def _sizes(self, base: int, in_flight: int = 1) -> Iterator[MicroBatches]:
         """Micro-batches of every size to try, so small that a rank can hold `in_flight` of them at a time.
@@ -388,10 +388,9 @@ class PipelineSearch:
         """Build the plan of a candidate."""
         rounds = []
         for number, groups in enumerate(candidate.micro_batches.groups):
-            policies = [self.policies[k] for k in candidate.choice[:, number].tolist()]
-            stages = zip(self.layout.pp_rank_of_stage, policies, strict=True)
-            rounds.append(Round(tuple(stage_micro_batch(self.cost, self.layout, groups, *each) for each in stages)))
-        return Plan(
+            policies = enumerate(self.policies[k] for k in candidate.choice[:, number].tolist())
+            rounds.append(Round(tuple(stage_micro_batch(self.cost, self.layout, groups, *each) for each in policies)))
+        plan = Plan(
             limits=self.limits,
             sharding=self.cost.sharding,
             reduce=Reduce.STEP,
@@ -399,11 +398,13 @@ class PipelineSearch:
             pipelines=(Pipeline(self.layout.stages, tuple(rounds), candidate.schedule.pipeline_actions()),),
             planner="pipeline",
         )
+        return without_unused_limits(plan)
 
     def longest_document(self) -> int:
         """Tokens of the longest document that fits: uncut, or in pieces with its keys and values."""
         shapes = stage_group_shapes(self.cost, self.layout)
-        whole = max(shape.degree for shape in shapes) * max(tokens for _, tokens in self.limits.capacity)
+        most = max(policy_capacity(self.limits, policy) for policy in self.policies)
+        whole = max(shape.degree for shape in shapes) * most
         in_pieces = [
             self._longest_in_pieces(Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, ()), policy)
             for policy in self.policies
@@ -419,7 +420,7 @@ class PipelineSearch:
             free = float(cost.budget_bytes - pp_rank_bytes(cost, ranges, shard_group))
             per_token = working = 0.0
             for layers in ranges:
-                own = cost.memory.activation_bytes(layers, *policy)
+                own = cost.memory.activation_bytes(layers, policy.checkpoint, policy.offloaded_layers(layers))
                 working = max(working, own.forward, own.backward)
                 per_token += own.held / group.degree + sum(kv_cache_bytes(cost, layers, group, PROBE)) / PROBE
             first_piece = 2 / (group.degree * self.max_micro_batches)  # share of the tokens, on a rank
