@@ -112,7 +112,7 @@ def threads():
 
 @pytest.fixture(scope="module")
 def copied_offloads():
-    """Offloaded activations are copied on a CPU as well, and overwritten where a GPU would use their memory again."""
+    """Activations of any size are offloaded, and overwritten where a GPU would use their memory again."""
     from support.offloads import copy_on_cpu
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Offloading on a CPU as on a GPU: what goes to the host is a copy, and what has gone is overwritten."""
+"""Offloading on a CPU as on a GPU: whatever its size, and what has gone to the host is overwritten."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from seqloom.models import offload
-from seqloom.models.offload import HostCopies, OffloadedLayer
+from seqloom.models.offload import OffloadedLayer
 
 
 def copy_on_cpu(patch: pytest.MonkeyPatch) -> None:
-    """Copy every tensor but scalars and handles into a tensor of its own, and make dropped ones unusable."""
+    """Copy every tensor but scalars and handles, in small blocks, and make dropped ones unusable."""
     drop = OffloadedLayer.drop
 
     def overwrite(self: OffloadedLayer) -> None:
@@ -20,5 +20,5 @@ def copy_on_cpu(patch: pytest.MonkeyPatch) -> None:
         drop(self)
 
     patch.setattr(offload, "MIN_ELEMENTS", 2)
-    patch.setattr(HostCopies, "_copies", lambda self, tensors, device: [each.clone() for each in tensors])
+    patch.setattr(offload, "BLOCK_BYTES", 256)
     patch.setattr(OffloadedLayer, "drop", overwrite)

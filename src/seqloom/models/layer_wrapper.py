@@ -83,12 +83,11 @@ def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if wrapper.layer is None:
         return body(*args, **kwargs)
     context = context_among(args, kwargs)
-    policy = context.checkpoint(wrapper.layer) if torch.is_grad_enabled() else Checkpoint.NONE
     if not torch.is_grad_enabled() or not context.offloads(wrapper.layer):
-        return _run_checkpointed(body, args, kwargs, policy)
+        return run_checkpointed(body, args, kwargs, wrapper.layer)
     shared = (each for each in _tensors((*args, *kwargs.values())) if not each.requires_grad)  # by all layers
     with cast("Offload", context.offload).layer((*layer.parameters(), *shared)) as offloaded:
-        return _run_checkpointed(body, args, kwargs, policy, offloaded)
+        return run_checkpointed(body, args, kwargs, wrapper.layer, offloaded)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -139,15 +138,19 @@ def recompute_layers(layers: Iterable[nn.Module]) -> None:
         wrapper.layer = number
 
 
-def _run_checkpointed(
+def run_checkpointed(
     body: Callable[..., T],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    policy: Checkpoint,
+    layer: int,
     offloaded: OffloadedLayer | None = None,
 ) -> T:
-    """Call `body(*args, **kwargs)` under activation checkpointing; `offloaded` has its tensors where they are."""
-    if policy in KEEP_ALL:
+    """Call `body(*args, **kwargs)` under the layer's activation checkpointing by the context among its arguments.
+
+    `offloaded` takes what attention keeps; None: it stays.
+    """
+    policy = context_among(args, kwargs).checkpoint(layer)
+    if policy in KEEP_ALL or not torch.is_grad_enabled():
         return body(*args, **kwargs)
     if policy == Checkpoint.SELECTIVE:
         hooks = None if offloaded is None else (offloaded.pack, offloaded.unpack)

@@ -11,16 +11,18 @@ stream of its own when the layer has run forward, and back while the layer above
 layers at a time: layer k + 2 waits until layer k has been copied. Then its tensors are dropped, and since the stream of
 the layers has waited, that stream may use their memory at once. Parameters and what all layers are given stay.
 
-On a CPU nothing is copied: host memory is where the tensors are.
+Pinned memory comes in blocks: torch's allocator of it rounds sizes up to powers of two, which could double a tensor.
+
+On a CPU the copies are made as well, and nothing is gained.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -32,7 +34,46 @@ from seqloom.dist.streams import stream_of
 
 MIN_ELEMENTS = 1024
 """Smaller tensors are not worth a copy to the host."""
+BLOCK_BYTES = 1 << 26
+"""Bytes of a block of pinned memory, a power of two."""
 Tensors = list[torch.Tensor]
+
+
+class HostTensor(NamedTuple):
+    """A tensor in blocks of host memory, uint8 each, in the order of its memory; and its shape there."""
+
+    blocks: Tensors
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def empty_like(cls, tensor: torch.Tensor, *, pinned: bool) -> HostTensor:
+        """Allocate host memory for a tensor whose elements are one after another in memory, in any order."""
+        sizes = [min(BLOCK_BYTES, tensor.nbytes - at) for at in range(0, tensor.nbytes, BLOCK_BYTES)]
+        blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        return cls(blocks, tensor.size(), tensor.stride(), tensor.dtype)
+
+    def copy_from(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor of this shape, in the order of the current stream."""
+        for block, part in zip(self.blocks, _memory(tensor).split(BLOCK_BYTES), strict=True):
+            block.copy_(part, non_blocking=True)
+
+    def copy_to(self, tensor: torch.Tensor) -> None:
+        """Copy to a tensor of this shape, in the order of the current stream."""
+        for block, part in zip(self.blocks, _memory(tensor).split(BLOCK_BYTES), strict=True):
+            part.copy_(block, non_blocking=True)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor, uint8[bytes], whose elements are one after another in any order of axes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements are one after another in memory: the same one, if they are."""
+    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), -tensor.size(axis)))
+    return tensor if tensor.permute(order).is_contiguous() else tensor.contiguous()
 
 
 class HostCopies:
@@ -42,14 +83,22 @@ class HostCopies:
         self.device, self._stream = device, stream_of(device, "offload")
         self._leaving: deque[OffloadedLayer] = deque()  # on the device until their copies are done, the oldest first
 
-    def send(self, layer: OffloadedLayer, tensors: Tensors) -> tuple[Tensors, torch.Event | None]:
-        """Start to copy the tensors of a layer, which stay on the device until `release`; return copies, and when."""
+    def send(self, layer: OffloadedLayer, tensors: Tensors) -> tuple[list[HostTensor], torch.Event | None]:
+        """Start to copy the dense tensors of a layer, which stay on the device until `release`; return copies, when."""
         self._leaving.append(layer)
-        return self._copies(tensors, torch.device("cpu")), self._done()
+        host = [HostTensor.empty_like(each, pinned=self._stream is not None) for each in tensors]
+        with self._on_stream() as done:
+            for copy_of, tensor in zip(host, tensors, strict=True):
+                copy_of.copy_from(tensor)
+        return host, done()
 
-    def receive(self, tensors: Tensors) -> tuple[Tensors, torch.Event | None]:
+    def receive(self, host: list[HostTensor]) -> tuple[Tensors, torch.Event | None]:
         """Start to copy tensors back; return them, and when they are there."""
-        return self._copies(tensors, self.device), self._done()
+        tensors = [torch.empty_strided(each.size, each.stride, dtype=each.dtype, device=self.device) for each in host]
+        with self._on_stream() as done:
+            for copy_of, tensor in zip(host, tensors, strict=True):
+                copy_of.copy_to(tensor)
+        return tensors, done()
 
     def release(self, most: int = 0) -> None:
         """Let at most so many layers keep their tensors on the device: the stream of the layers waits for the copies.
@@ -71,23 +120,18 @@ class HostCopies:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
-    def _copies(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Copy tensors on the stream of copies, behind what the stream of the layers was given so far.
+    @contextmanager
+    def _on_stream(self) -> Iterator[Callable[[], torch.Event | None]]:
+        """Run copies on their stream, behind what the stream of the layers was given so far; yield when they are done.
 
         So they are written to memory of the device that nothing before still uses.
         """
         if self._stream is None:
-            return tensors
-        copies = [torch.empty_like(each, device=device, pin_memory=device.type == "cpu") for each in tensors]
+            yield lambda: None
+            return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            for source, target in zip(tensors, copies, strict=True):
-                target.copy_(source, non_blocking=True)
-        return copies
-
-    def _done(self) -> torch.Event | None:
-        """Return when all copies that were started are done."""
-        return None if self._stream is None else self._stream.record_event()
+            yield self._stream.record_event
 
 
 class Offload:
@@ -151,7 +195,7 @@ class OffloadedLayer:
         self._resident = set(map(_storage_address, resident))
         self._index: dict[tuple[object, ...], int] = {}
         self._device: Tensors | None = []
-        self._host: Tensors = []
+        self._host: list[HostTensor] = []
         self._sent: torch.Event | None = None  # when the tensors are in host memory, and may be dropped
         self._ready: torch.Event | None = None  # when they are back, and may be used
         self._going_backward = False
@@ -167,7 +211,7 @@ class OffloadedLayer:
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._index:
             self._index[key] = len(self._device)
-            self._device.append(tensor.detach())  # without its graph, which holds this layer
+            self._device.append(_dense(tensor.detach()))  # without its graph, which holds this layer
         return self._index[key]
 
     def unpack(self, packed: torch.Tensor | int) -> torch.Tensor:

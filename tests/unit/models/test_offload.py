@@ -150,6 +150,30 @@ def test_only_activations_move(monkeypatch):
     assert log.bytes == [rows * (hidden + heads * dim + heads) * size] * LAYERS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_of_any_layout_come_back_as_they_were(dtype):
+    copies = HostCopies(torch.device("cpu"))
+    whole = torch.arange(7 * 9 * 10).view(7, 9, 10).remainder(3).to(dtype)
+    views = [whole, whole.transpose(0, 2), whole[:, 2:5], whole[..., ::2], whole[:1].expand(4, 9, 10), whole[3:]]
+    layer = OffloadedLayer(copies, None)
+    packed = [layer.pack(each) for each in views]
+    layer.send()
+    assert len(layer._host) == len(views) and any(len(each.blocks) > 1 for each in layer._host)
+    copies.release()
+    whole.zero_()
+    expected = torch.arange(7 * 9 * 10).view(7, 9, 10).remainder(3).to(dtype)
+    wanted = [
+        expected,
+        expected.transpose(0, 2),
+        expected[:, 2:5],
+        expected[..., ::2],
+        expected[:1].expand(4, 9, 10),
+        expected[3:],
+    ]
+    for each, view in zip(packed, wanted, strict=True):
+        assert torch.equal(layer.unpack(each), view)
+
+
 def test_small_tensors_are_not_worth_it(monkeypatch):
     log = Log(monkeypatch)
     monkeypatch.setattr(module, "MIN_ELEMENTS", 10**6)
@@ -162,7 +186,7 @@ def test_host_memory_is_given_back_without_the_garbage_collector(monkeypatch):
 
     def sent(copies, layer, tensors):
         host, done = send(copies, layer, tensors)
-        kept.extend(weakref.ref(each) for each in host)
+        kept.extend(weakref.ref(block) for each in host for block in each.blocks)
         return host, done
 
     monkeypatch.setattr(HostCopies, "send", sent)
