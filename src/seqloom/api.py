@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from seqloom.cost import CostModel, Profile
 from seqloom.describe import Batch, Cluster, ModelSpec
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from seqloom.plan import Plan, Sharding
     from seqloom.simulate import Simulation
 
+T = TypeVar("T")
 GIB = 1024**3
 MS = 1e6
 """Nanoseconds per millisecond."""
@@ -46,6 +47,7 @@ def cost_model(
     stages: int = 1,
     float8: bool = False,
     offload: bool | str = "auto",
+    offload_optimiser: bool = False,
     host_gib: float | None = None,
 ) -> CostModel:
     """Build the cost model that prices plans.
@@ -63,6 +65,7 @@ def cost_model(
         float8: linear layers multiply in float8, but for the gradients of weights.
         offload: whether plans may keep activations in host memory: True where that is predicted to be faster, "auto"
             for batches that fit in no other way, False never.
+        offload_optimiser: whether the optimiser's master weights and moments are in host memory.
         host_gib: host memory per GPU that a plan may use; None takes the GPU's share of what the cluster has, if it
             says that.
     """
@@ -77,8 +80,34 @@ def cost_model(
         stages,
         float8=float8,
         offload=offload,
+        offload_optimiser=offload_optimiser,
         host_gib=host_gib,
     )
+
+
+def with_fitting_optimiser(
+    run: Callable[[CostModel], T], build: Callable[[bool], CostModel], offload_optimiser: bool | str = "auto"
+) -> T:
+    """Return what `run` makes of a cost model, with the optimiser in host memory or not.
+
+    "auto": where memory does not hold the model or a document otherwise; not on CPUs, whose memory is the host's.
+
+    Args:
+        build: makes the cost model, given whether the optimiser is in host memory.
+    """
+    if offload_optimiser != "auto":
+        return run(build(offload_optimiser is True))
+    try:
+        return run(build(False))
+    except MemoryBudgetError as error:
+        refused = error
+    try:
+        cost = build(True)
+    except SeqloomError:
+        raise refused from None
+    if cost.cluster.device.name == "CPU":
+        raise refused
+    return run(cost)
 
 
 def plan(
@@ -93,6 +122,7 @@ def plan(
     max_length: int | None = None,
     float8: bool = False,
     offload: bool | str = "auto",
+    offload_optimiser: bool | str = "auto",
     host_gib: float | None = None,
     seed: int = 0,
     **options: Any,
@@ -104,6 +134,7 @@ def plan(
         planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``,
             ``pipeline`` (``pipeline:4`` has 4 stages), ``hydraulis`` (sharding free), ``exact`` or ``auto``, the best
             of all without stages; under sharding free, of strategies too.
+        offload_optimiser: whether the optimiser is in host memory; "auto": if nothing else holds the batch.
         seed: of the planner's pseudo-random choices; same inputs and seed, same plan.
         options: of that planner, see its function in :mod:`seqloom.planners`.
 
@@ -115,14 +146,19 @@ def plan(
     given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
     given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
     stages = max(requested_stages([planner]), options.get("stages") or 1)
-    cost = cost_model(cluster, model, **given, stages=stages)
     if max_length is not None and batch.longest > max_length:
         index = int(np.argmax(batch.lengths > max_length))
         raise SeqloomError(
             f"sequence {index} has {int(batch.lengths[index]):,} tokens, max_length is {max_length:,}; "
             "drop it first (seqloom.drop_longer) or raise max_length"
         )
-    return make_plan(planner, batch.lengths, cost, seed=seed, **options)
+
+    def build(offloaded: bool) -> CostModel:
+        return cost_model(cluster, model, **given, stages=stages, offload_optimiser=offloaded)
+
+    return with_fitting_optimiser(
+        lambda cost: make_plan(planner, batch.lengths, cost, seed=seed, **options), build, offload_optimiser
+    )
 
 
 def simulate(
@@ -135,6 +171,7 @@ def simulate(
     budget_gib: float | None = None,
     max_length: int | None = None,
     float8: bool = False,
+    offload_optimiser: bool = False,
     host_gib: float | None = None,
 ) -> Simulation:
     """Simulate a plan: step time, idle and communication shares, memory, a timeline.
@@ -144,6 +181,7 @@ def simulate(
     """
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
+    options["offload_optimiser"] = offload_optimiser
     return _simulate(plan, cost_model_of(plan, cluster, model, **options))
 
 
@@ -192,7 +230,7 @@ class Evaluation:
 
     @property
     def peak_host_memory_gib(self) -> float:
-        """Most activations that a rank has in host memory."""
+        """Most that a rank has in host memory: activations, and the optimiser if it is there."""
         return float(self.simulation.peak_host_memory.max()) / GIB
 
     def figures(self) -> dict[str, Any]:
@@ -282,7 +320,7 @@ def _simulate(plan: Plan, cost: CostModel) -> Simulation:
     for what, (peak, budget) in needs.items():
         rank = int(np.argmax(peak))
         if peak[rank] > budget:
-            raise SeqloomError(
+            raise MemoryBudgetError(
                 f"the plan needs {peak[rank] / GIB:.1f} GiB{what} on rank {rank}, the budget here is "
                 f"{budget / GIB:.1f} GiB; give the budget and the maximum length it was made with, or plan again"
             )

@@ -54,6 +54,9 @@ Offload = Annotated[
         "faster) or false."
     ),
 ]
+OffloadOptimiser = Annotated[
+    str, Option(help="The optimiser's state in host memory: auto (if nothing else holds the batch), true or false.")
+]
 HostGib = Annotated[
     float | None, Option(help="Host memory per GPU that a plan may use; else what the cluster says, if it does.")
 ]
@@ -282,6 +285,7 @@ def cost_dict(cost: CostModel) -> dict[str, Any]:
         "budget_gib": cost.budget_bytes / GIB,
         "host_gib": None if cost.host_bytes is None else cost.host_bytes / GIB,
         "offload": cost.offload,
+        "offload_optimiser": cost.offload_optimiser,
         "float8": cost.float8,
     }
 
@@ -293,6 +297,7 @@ def cost_line(cost: CostModel) -> str:
     return (
         f"{cost.cluster.name}, {cost.model.name}, profile {cost.profile.name}, "
         f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
+        f"{', optimiser in host memory' if cost.offload_optimiser else ''}"
     )
 
 

@@ -29,10 +29,11 @@ from seqloom.cost.communication import (
     passes,
     tensor_gathers,
 )
-from seqloom.cost.compute import Compute
+from seqloom.cost.compute import OPTIMISER_TRAFFIC, Compute
 from seqloom.cost.memory import (
     GIB,
     GRADIENT_BYTES,
+    OPTIMISER_BYTES,
     PARAMETER_BYTES,
     AdditiveMemory,
     AnalyticMemory,
@@ -152,7 +153,7 @@ class AnalyticEngine(CostEngine):
             model=model,
             compute=compute,
             links=Communication(profile, cluster, cp_model(model, tensor)),
-            memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners),
+            memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners, cost.offload_optimiser),
             shard_ranks=shards,
             budget_bytes=math.floor(budget * GIB),
             shapes=with_methods(plain, cluster.gpus_per_node, nics),
@@ -289,10 +290,30 @@ class AnalyticEngine(CostEngine):
         """(ns, of that communication). Under free sharding messages depend on the whole plan: see `resharding`."""
         memory, rest = self.memory, self.profile.step_us * 1e3
         if memory.owners:
-            return rest + self.compute.optimiser(memory.parameters / memory.owners), 0.0
+            return rest + self._optimiser_ns(memory.parameters / memory.owners), 0.0
         moved = sum(self.links.collective(size * parameters, shard_ranks, layers) for size in sizes)
         moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shard_ranks, layers, ranks)
-        return moved + (rest + self.compute.optimiser(parameters / shard_ranks)), moved
+        return moved + (rest + self._optimiser_ns(parameters / shard_ranks)), moved
+
+    def _optimiser_ns(self, parameters: float) -> float:
+        """ns of the optimiser's step on this many parameters of a rank."""
+        if not self.memory.offload_optimiser:
+            return self.compute.optimiser(parameters)
+        return min(self.offloaded_update_ns(parameters).values())
+
+    def offloaded_update_ns(self, parameters: float) -> dict[str, float]:
+        """ns of updating parameters whose masters and moments are in host memory: on the GPU, and on the host's CPUs.
+
+        On the GPU all state passes the link up and down, side by side, and the host's memory twice. On the host the
+        gradients go down and the new parameters up, beside the update, which is as fast as memory. The GPUs of a node
+        share that memory.
+        """
+        link, gpus = self.host_gb_s, self.links.cluster.gpus_per_node
+        memory = self.profile.host_memory_gb_s / gpus
+        return {
+            "device": parameters * max(OPTIMISER_BYTES / link, 2 * OPTIMISER_BYTES / memory),
+            "host": parameters * max(GRADIENT_BYTES / link, OPTIMISER_TRAFFIC / memory),
+        }
 
     def _collective(self, bytes_per_parameter: int) -> float:
         size = bytes_per_parameter * self.memory.rank_parameters

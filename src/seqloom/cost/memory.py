@@ -7,6 +7,8 @@ State per parameter: bf16 copy (2 bytes), float32 master and two Adam moments (1
                           scattered gradient, over the ranks of the shard group
     free sharding         copy and gradient of all that the rank computes with; master, moments and the gradient to be
                           applied spread over all ranks of the cluster
+    offloaded optimiser   master and moments in host memory; in their place a bf16 copy of the rank's part of them,
+                          unless that is the copy that layers compute with
 
 Activations per token and layer, from a micro-batch's forward to its backward:
 
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from seqloom.cost.communication import ACTIVATION_BYTES, KV_GRADIENT_BYTES
 from seqloom.cost.compute import attention_widths, kv_heads_per_rank, layer_values
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError
 from seqloom.plan import Checkpoint, LayerRange, Limits, Reduce
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class AnalyticMemory:
     tensor: int = 1
     owners: int = 0
     """Ranks over which free sharding spreads masters and moments; 0: sharding is not free."""
+    offload_optimiser: bool = False
+    """Whether masters and moments are in host memory."""
 
     @property
     def parameters(self) -> int:
@@ -94,7 +98,8 @@ class AnalyticMemory:
     @property
     def idle_bytes(self) -> int:
         """Bytes of a rank in no stage: under free sharding, its part of master, moments and gradient."""
-        return -(-(OPTIMISER_BYTES + GRADIENT_BYTES) * self.parameters // self.owners) if self.owners else 0
+        own = PARAMETER_BYTES if self.offload_optimiser else OPTIMISER_BYTES
+        return -(-(own + GRADIENT_BYTES) * self.parameters // self.owners) if self.owners else 0
 
     def fixed_bytes(self, policy: MemoryPolicy) -> int:
         """Bytes before any token in plans of one stage: state, gathered parameters and working bytes.
@@ -105,7 +110,8 @@ class AnalyticMemory:
         layers, held = self._all_layers, self.rank_parameters
         if self.owners or self.shard_ranks == 1:
             return self.state_bytes(layers, self.tensor) + self.working_bytes(layers)
-        state = (PARAMETER_BYTES + OPTIMISER_BYTES + GRADIENT_BYTES) * -(-held // self.shard_ranks)
+        optimiser = 0 if self.offload_optimiser else OPTIMISER_BYTES
+        state = (PARAMETER_BYTES + optimiser + GRADIENT_BYTES) * -(-held // self.shard_ranks)
         tables = self.model.head_parameters * (1 if self.model.tied else 2)
         gathered = PARAMETER_BYTES * (self._two_layers(layers) + tables)
         gradients = self._two_layers(layers) if policy.reduce == Reduce.ROUND else held
@@ -121,8 +127,19 @@ class AnalyticMemory:
         state, shards = (PARAMETER_BYTES + GRADIENT_BYTES) * parameters, max(1, shard_ranks // self.tensor)
         if self.owners:
             return state
-        sharded = OPTIMISER_BYTES + (GRADIENT_BYTES if shards > 1 else 0)
+        sharded = 0 if self.offload_optimiser else OPTIMISER_BYTES
+        if shards > 1:
+            sharded += GRADIENT_BYTES + (PARAMETER_BYTES if self.offload_optimiser else 0)
         return state + -(-sharded * parameters // shards)
+
+    def host_state_bytes(self, stages: Sequence[LayerRange], shard_ranks: int) -> int:
+        """Master and moments in host memory, of a rank with these stages and shard groups of `shard_ranks` ranks."""
+        if not self.offload_optimiser:
+            return 0
+        if self.owners:
+            return -(-OPTIMISER_BYTES * self.parameters // self.owners)
+        own = sum(layer_parameters(self.model, self.context, layers, self.tensor) for layers in stages)
+        return -(-OPTIMISER_BYTES * own // max(1, shard_ranks // self.tensor))
 
     def working_bytes(self, layers: LayerRange) -> int:
         """Buffers of a rank, however many stages it has: a chunk of logits on the last, the device, communicators.
@@ -211,6 +228,10 @@ class AdditiveMemory:
         """None."""
         return 0
 
+    def host_state_bytes(self, stages: Sequence[LayerRange], shard_ranks: int) -> int:
+        """None."""
+        return 0
+
     def host_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offloaded_layers: int) -> float:
         """The share of the layers."""
         return self.bytes_per_token * offloaded_layers / layers.model_layers
@@ -289,16 +310,16 @@ def pipeline_limits(cost: CostModel, pp_ranks: Sequence[Sequence[LayerRange]], s
 
     The capacity of a checkpoint is what the fullest rank can hold of one micro-batch and nothing else: how many are in
     flight is the plan's choice, and the simulator checks it. Plans that offload nothing leave out the capacities for
-    that. SeqloomError if the state alone does not fit.
+    that. MemoryBudgetError if the state alone does not fit.
     """
     free = [cost.budget_bytes - pp_rank_bytes(cost, stages, shard_group) for stages in pp_ranks]
     budget = f"{cost.budget_bytes / GIB:.1f} GiB"
     if min(free) <= 0:
-        need = (cost.budget_bytes - min(free)) / GIB
-        raise SeqloomError(
+        need, parts = (cost.budget_bytes - min(free)) / GIB, "" if cost.offload_optimiser else ", optimiser"
+        raise MemoryBudgetError(
             f"{cost.model.name} does not fit: stage {free.index(min(free))} needs {need:.1f} GiB per GPU for "
-            f"parameters, gradients, optimiser and buffers, the budget is {budget}; use more stages or more GPUs, "
-            f"or raise the budget above {need:.1f} GiB"
+            f"parameters, gradients{parts} and buffers, the budget is {budget}; "
+            f"{cost.optimiser_way_out}use more stages or more GPUs, or raise the budget above {need:.1f} GiB"
         )
     rooms = [(layers, room) for stages, room in zip(pp_ranks, free, strict=True) for layers in stages]
 
@@ -312,7 +333,7 @@ def pipeline_limits(cost: CostModel, pp_ranks: Sequence[Sequence[LayerRange]], s
     known = pipeline_checkpoints(cost)
     capacity = [(checkpoint, tokens) for checkpoint in known if (tokens := fits(checkpoint, offload=False)) > 0]
     if not capacity:
-        raise SeqloomError(
+        raise MemoryBudgetError(
             f"a budget of {budget} holds the state of {cost.model.name} but no token; "
             "use more stages or raise the budget"
         )

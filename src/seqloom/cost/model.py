@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from seqloom.cost.shapes import (
     ordered,
     useful_shapes,
 )
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
 
@@ -68,6 +68,7 @@ class CostModel:
         float8: linear layers multiply in float8, but for the gradients of weights.
         offload: whether plans may keep activations in host memory: True, False, or "auto", which does it for batches
             that fit in no other way.
+        offload_optimiser: whether the optimiser's master weights and moments are in host memory.
         host_gib: host memory of a device that plans may use; None: its share of what the cluster says of a node, if it
             says that.
         counts_offload: whether capacities count on activations in host memory; see `with_offload`.
@@ -87,6 +88,7 @@ class CostModel:
         cluster_cost: CostModel | None = None,
         float8: bool = False,
         offload: bool | str = "auto",
+        offload_optimiser: bool = False,
         host_gib: float | None = None,
         counts_offload: bool = False,
     ) -> None:
@@ -111,14 +113,20 @@ class CostModel:
         _require_tensor(self)
         _require_float8(self)
         self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
-        self._options = {"float8": float8, "offload": offload, "host_gib": host_gib, "counts_offload": counts_offload}
-        self.offload, self.counts_offload = offload, counts_offload
+        self._options: dict[str, Any] = {"float8": float8, "offload": offload, "offload_optimiser": offload_optimiser}
+        self._options |= {"host_gib": host_gib, "counts_offload": counts_offload}
+        self.offload, self.offload_optimiser, self.counts_offload = offload, offload_optimiser, counts_offload
         self.host_bytes = self._host_bytes(host_gib)
         self._submeshes: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
         self._offloading: CostModel | None = self if counts_offload else None
         sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
         self.shard_group_size = max(sharded, tensor)  # ranks that take part in the same rounds
         self.engine: CostEngine
+        if isinstance(self.profile, AdditiveProfile) and offload_optimiser:
+            raise SeqloomError(
+                f"the optimiser in host memory with profile {self.profile.name}, whose published constants say nothing "
+                "of it; leave the profile out, or the optimiser where it is"
+            )
         if isinstance(self.profile, AdditiveProfile):
             self.engine = AdditiveEngine.build(self.profile, self, sharded, budget_gib)
         else:
@@ -163,7 +171,7 @@ class CostModel:
                 sizes = [size for size in whole.family.sizes if ranks % size == 0]
                 raise _no_tensor_groups(whole, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
             part = whole.cluster.subcluster(ranks)
-            own = {"tensor": tensor, "cluster_cost": whole, **self._options}
+            own: dict[str, Any] = {"tensor": tensor, "cluster_cost": whole, **self._options}
             whole._submeshes[key] = CostModel(part, self.model, *self._settings, **own)
         return whole._submeshes[key]
 
@@ -176,7 +184,7 @@ class CostModel:
         if whole is not self:
             return whole.with_offload().for_submesh(self.ranks, self.tensor)
         if self._offloading is None:
-            own = {"tensor": self.tensor, **self._options, "counts_offload": True}
+            own: dict[str, Any] = {"tensor": self.tensor, **self._options, "counts_offload": True}
             self._offloading = CostModel(self.cluster, self.model, *self._settings, **own)
         return self._offloading
 
@@ -228,7 +236,20 @@ class CostModel:
             ways.insert(0, "give it more host memory (host_gib)")
         if self.offload is False and self._offloadable:
             ways.insert(0, "let activations go to host memory (offload)")
-        return f"{', '.join(ways[:-1])} or {ways[-1]}"
+        return f"{self.optimiser_way_out}{', '.join(ways[:-1])} or {ways[-1]}"
+
+    @property
+    def optimiser_way_out(self) -> str:
+        """Begin of a list of ways to more memory: the optimiser in host memory, where it is not."""
+        if self.offload_optimiser or isinstance(self.profile, AdditiveProfile) or self.cluster.device.name == "CPU":
+            return ""
+        return "keep the optimiser in host memory (optimiser.offload, --offload-optimiser), "
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether an optimiser in host memory is updated by the CPUs: where that takes less time than on the device."""
+        ns = self.engine.offloaded_update_ns(1.0) if isinstance(self.engine, AnalyticEngine) else {}
+        return bool(ns) and ns["host"] < ns["device"]
 
     def limits(self, reduce: Reduce | None = None) -> Limits:
         """Limits of a plan, for one way of reducing gradients (the first policy's by default)."""
@@ -263,9 +284,9 @@ class CostModel:
         every, layers = LayerRange(0, self.model.layers, self.model.layers), self.model.layers
         if self.host_bytes is None:
             return self._tokens_that_fit(policy, layers)
+        free = max(0, self.host_bytes - self.memory.host_state_bytes((every,), self.shard_group_size))
         sizes = [self.memory.host_bytes(every, policy.checkpoint, count) for count in range(1, layers + 1)]
-        held = [min(self._tokens_that_fit(policy, n), int(self.host_bytes // size)) for n, size in enumerate(sizes, 1)]
-        return max(held)
+        return max(min(self._tokens_that_fit(policy, n), int(free // size)) for n, size in enumerate(sizes, 1))
 
     def _host_bytes(self, host_gib: float | None) -> int | None:
         """Host memory of a rank that plans may use; None: not known."""
@@ -474,19 +495,21 @@ def _no_tensor_groups(cost: CostModel, ranks: int, tensor: int, sizes: Sequence[
     return SeqloomError(f"{where}: {rule}; use {nearest}")
 
 
-def _too_small(cost: CostModel) -> SeqloomError:
+def _too_small(cost: CostModel) -> MemoryBudgetError:
     """The error that says how much memory the model's state needs in plans of one stage."""
     least = min(cost.memory.fixed_bytes(policy) for policy in cost.engine.policies) / GIB
     budget = f"the budget is {cost.budget_bytes / GIB:.1f} GiB"
     if cost.sharding == Sharding.FREE:
-        return SeqloomError(
+        part = "" if cost.offload_optimiser else "a part of the optimiser "
+        return MemoryBudgetError(
             f"{cost.model.name} does not fit in one stage: its parameters and gradients, split over {cost.tensor} "
-            f"tensor ranks, a part of the optimiser and buffers need {least:.1f} GiB per GPU, {budget}; use more "
-            f"stages or a larger tensor degree, take a smaller model, or raise the budget above {least:.1f} GiB"
+            f"tensor ranks, {part}and buffers need {least:.1f} GiB per GPU, {budget}; use more stages or a larger "
+            f"tensor degree, {cost.optimiser_way_out}take a smaller model, or raise the budget above {least:.1f} GiB"
         )
     way = "use more GPUs" if cost.shard_group_size == cost.ranks else "shard wider (sharding full)"
-    return SeqloomError(
-        f"{cost.model.name} does not fit: parameters, gradients, optimiser and buffers need {least:.1f} GiB per GPU "
-        f"(sharded over {cost.shard_group_size} ranks), {budget}; {way}, take a smaller model, "
+    parts = "parameters, gradients" + ("" if cost.offload_optimiser else ", optimiser")
+    return MemoryBudgetError(
+        f"{cost.model.name} does not fit: {parts} and buffers need {least:.1f} GiB per GPU "
+        f"(sharded over {cost.shard_group_size} ranks), {budget}; {way}, {cost.optimiser_way_out}take a smaller model, "
         f"or raise the budget above {least:.1f} GiB"
     )

@@ -19,6 +19,11 @@ HOST_GB_S = 20.0
 PCIe 4 carry 25 to 28 when nothing else uses them, and the GPUs of a node share its memory."""
 
 
+HOST_MEMORY_GB_S = 200.0
+"""GB/s at which the CPUs of a node stream through its memory, where a profile has no figure of its own: a third of what
+two sockets with eight channels of DDR5 each are specified for."""
+
+
 class Profile:
     """Constants of one kind of GPU and cluster. Two kinds: ``AdditiveProfile`` and ``AnalyticProfile``."""
 
@@ -159,6 +164,7 @@ class AnalyticProfile(Profile):
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
     float8_speedup: float = 1.0  # products of linear layers in float8, scaling included, over bfloat16; 1: no float8
     host_gb_s: float = HOST_GB_S  # a GPU to and from pinned host memory, in one direction, while all of its node copy
+    host_memory_gb_s: float = HOST_MEMORY_GB_S  # read and written by the CPUs of a node that update optimiser state
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a .json file, which ``Profile.load`` reads back."""

@@ -146,8 +146,11 @@ def _with_offloaded_layers(memory: PipelineMemory, work: StageMicroBatch, tokens
 
     count = 1 + bisect_left(range(1, layers + 1), True, key=fits)
     found = replace(work, offloaded_layers=min(count, layers))
-    host, away = memory.cost.host_bytes, memory.round_host_bytes(found, tokens).max()
-    return found if count <= layers and (host is None or away <= host) else None
+    if count > layers or memory.cost.host_bytes is None:
+        return found if count <= layers else None
+    state = memory.cost.memory.host_state_bytes(memory.pipeline.layer_ranges, memory.cost.shard_group_size)
+    away = int(memory.round_host_bytes(found, tokens).max())
+    return found if away + state <= memory.cost.host_bytes else None
 
 
 # -- several stages ---------------------------------------------------------------------------------------------------

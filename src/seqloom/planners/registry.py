@@ -15,7 +15,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.describe import Batch
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
 from seqloom.plan import Plan, Sharding
 from seqloom.planners.recompute import with_layer_choices
 from seqloom.simulate import predicted_ns
@@ -200,7 +200,7 @@ def _with_offload(plan_under: Callable[[CostModel], Plan], lengths: np.ndarray, 
         return plan_under(cost.holding(lengths))
     try:
         return plan_under(cost)
-    except SeqloomError:
+    except MemoryBudgetError:
         if cost.holds(lengths) or not cost.with_offload().holds(lengths):
             raise
         return plan_under(cost.with_offload())

@@ -14,6 +14,8 @@ import numpy as np
 
 from seqloom.api import Evaluation, evaluate
 from seqloom.cost import CostModel
+from seqloom.cost.engines import AnalyticEngine
+from seqloom.cost.memory import OPTIMISER_BYTES
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source
 from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, hbp, plain_packing, plans_balance
@@ -23,6 +25,7 @@ from seqloom.planners.recompute import offloaded_counts, without_offload
 from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.planners.uniform import fastest_static_degree
 from seqloom.simulate import predicted_ns
+from seqloom.simulate.memory import peak_host_memory
 from seqloom.train.config import Config
 from seqloom.train.setup import Describe, RunPlanners, RunSetup, make_sampler, open_documents
 
@@ -97,7 +100,7 @@ class OffloadedSteps:
 
     steps: int  # that offload some layers
     layers: int  # of a micro-batch on a stage, at most
-    host_bytes: int  # of a rank, at most
+    host_bytes: int  # of activations of a rank, at most
     copies_ns: int  # by which these steps are longer for the copies
     step_ns: int  # of these steps
 
@@ -112,10 +115,34 @@ class OffloadedSteps:
         return cls(
             steps=len(offloading),
             layers=max(max(found, default=0) for found in counts),
-            host_bytes=max(int(each.simulation.peak_host_memory.max()) for each in offloading),
+            host_bytes=max(int(each.simulation.peak_host_memory.max()) for each in offloading)
+            - optimiser_bytes(offloading, cost),
             copies_ns=sum(times) - sum(predicted_ns(without_offload(each.plan), cost) for each in offloading),
             step_ns=sum(times),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedOptimiser:
+    """Master weights and moments in host memory, and what updating them there, or from there, costs."""
+
+    host_bytes: int  # of a rank, at most
+    update_ns: int  # of a step
+    update_on_host: bool  # by the CPUs, not on the device
+
+    @classmethod
+    def of(cls, evaluations: Sequence[Evaluation], cost: CostModel) -> OffloadedOptimiser | None:
+        """Measure by the plans of some steps; None: the optimiser is on the device."""
+        if not cost.offload_optimiser or not isinstance(cost.engine, AnalyticEngine):
+            return None
+        size = optimiser_bytes(evaluations, cost)
+        update_ns = min(cost.engine.offloaded_update_ns(size / OPTIMISER_BYTES).values())
+        return cls(size, round(update_ns), cost.updates_on_host)
+
+
+def optimiser_bytes(evaluations: Sequence[Evaluation], cost: CostModel) -> int:
+    """Bytes of the optimiser in the host memory of a rank, at most."""
+    return int(peak_host_memory(without_offload(evaluations[0].plan), cost).max())
 
 
 def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe | None = None) -> RunCheck:

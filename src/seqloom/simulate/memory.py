@@ -40,20 +40,25 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
 
 
 def peak_host_memory(plan: Plan, cost: CostModel) -> np.ndarray:
-    """int64[ranks] bytes of activations in host memory."""
-    peak = np.zeros(cost.ranks, dtype=np.int64)
+    """int64[ranks] bytes in host memory: activations of offloaded layers, and the optimiser if it is there."""
+    activations, state = np.zeros((2, cost.ranks), dtype=np.int64)
+    if plan.sharding == Sharding.FREE:
+        state += cost.memory.host_state_bytes((), 1)
     for pipeline in plan.pipelines:
-        memory = PipelineMemory(plan, cost, pipeline)
-        if not any(work.offload for current in pipeline.rounds for work in current.by_stage):
-            continue
-        if len(pipeline.stages) == 1:
+        memory, layers = PipelineMemory(plan, cost, pipeline), pipeline.layer_ranges
+        offloads = any(work.offload for current in pipeline.rounds for work in current.by_stage)
+        if offloads and len(pipeline.stages) == 1:
             for current in pipeline.rounds:
-                peak = np.maximum(peak, memory.round_host_bytes(current.by_stage[0]))
-            continue
-        for pp_rank in range(len(pipeline.ranks_by_pp_rank)):
-            for held in memory.host_walk(pp_rank):
-                peak = np.maximum(peak, np.ceil(held).astype(np.int64))
-    return peak
+                activations = np.maximum(activations, memory.round_host_bytes(current.by_stage[0]))
+        for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
+            stages = pipeline.stages_of(pp_rank)
+            if offloads and len(pipeline.stages) > 1:
+                for held in memory.host_walk(pp_rank):
+                    activations = np.maximum(activations, np.ceil(held).astype(np.int64))
+            own = cost.with_tensor(pipeline.stages[stages[0]].tensor).memory
+            for shard_group in plan.limits.shard_groups(plan.sharding, ranks) if plan.sharding != Sharding.FREE else ():
+                state[list(shard_group)] = own.host_state_bytes([layers[s] for s in stages], len(shard_group))
+    return activations + state
 
 
 @dataclass(frozen=True, eq=False)

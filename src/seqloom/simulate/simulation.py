@@ -55,7 +55,7 @@ class Simulation:
     comm_ns: np.ndarray  # int64[ranks] exposed communication
     idle_ns: np.ndarray  # int64[ranks]
     peak_memory: np.ndarray  # int64[ranks] bytes
-    peak_host_memory: np.ndarray  # int64[ranks] bytes of activations in host memory
+    peak_host_memory: np.ndarray  # int64[ranks] bytes of activations, and of the optimiser, in host memory
     nic_busy_ns: np.ndarray  # int64[nodes, nics] with exchanges of groups and remapping, not parameters and gradients
     link_busy_ns: np.ndarray  # int64[ranks] the same of every rank's NVLink port
     nics: NicTable

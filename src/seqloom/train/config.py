@@ -226,6 +226,8 @@ class Optimiser:
     weight_decay: Real = 0.1
     clip: Real = 1.0
     """The gradient is scaled down to this norm where it is above; 0: never."""
+    offload: Annotated[bool, Strict()] | Literal["auto"] = "auto"
+    """Master weights and moments in host memory; auto: if the longest document, or the model, fits in no other way."""
 
 
 @_checked

@@ -7,6 +7,7 @@ import pytest
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes, stage_parameters
 from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
 
 HEAVY = (Checkpoint.SELECTIVE, Checkpoint.FULL)
@@ -147,3 +148,50 @@ def test_layers_that_recompute_less_store_what_their_checkpoint_stores():
         light = pure[heavy.lighter]
         assert mixed.held == (2 * pure[heavy].held + light.held) / 3
         assert mixed[1:] == pure[heavy][1:]
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid", "none", "free"])
+def test_an_offloaded_optimiser_leaves_a_copy_and_gradients_on_the_gpu(sharding):
+    """12 bytes of a parameter go to the host, and 2 stay of what layers do not have in any case."""
+
+    def memory(**options):
+        return CostModel(cost_of().cluster, cost_of().model, sharding=sharding, budget_gib=60, **options).memory
+
+    here, there = memory(), memory(offload_optimiser=True)
+    shards = {"full": 8, "hybrid": 4, "none": 1, "free": 8}[sharding]
+    part = -(-here.parameters // shards)
+    saved = here.fixed_bytes(NONE) - there.fixed_bytes(NONE)
+    assert abs(saved - (10 if sharding == "free" else 12) * part) <= 20
+    every = (LayerRange(0, 9, 9),)
+    assert abs(there.host_state_bytes(every, shards) - 12 * part) <= 12
+    assert here.host_state_bytes(every, shards) == 0
+    assert here.idle_bytes - there.idle_bytes == (10 * here.parameters // 8 if sharding == "free" else 0)
+    stage = LayerRange(2, 5, 9)
+    if sharding != "free":
+        own = stage_parameters(cost_of(), stage)
+        alone, shared = (here.state_bytes(stage, n) - there.state_bytes(stage, n) for n in (1, 4))
+        assert alone == 12 * own and shared == 10 * own // 4
+
+
+def test_an_offloaded_optimiser_is_updated_where_that_takes_least():
+    """One GPU has the host's memory to itself, and its link is slower; eight share it, and read less of it."""
+    costs = {
+        cluster: CostModel(Cluster.parse(cluster), ModelSpec.load("qwen3-1.7b"), offload_optimiser=True)
+        for cluster in ("1x1xH200", "1x8xH200")
+    }
+    for cluster, on_host in (("1x1xH200", True), ("1x8xH200", False)):
+        cost = costs[cluster]
+        ns = cost.engine.offloaded_update_ns(1e9)
+        assert cost.updates_on_host is on_host and (ns["host"] < ns["device"]) is on_host
+        plain = CostModel(cost.cluster, cost.model)
+        policy = cost.policies[-1]
+        extra = cost.step_overhead_ns(policy) - plain.step_overhead_ns(policy)
+        parameters = cost.memory.parameters / cost.ranks
+        own = plain.engine.compute.optimiser(parameters)
+        assert extra == pytest.approx(min(cost.engine.offloaded_update_ns(parameters).values()) - own, abs=2)
+    assert costs["1x1xH200"].engine.offloaded_update_ns(1e9) == {"device": 12e9 / 40, "host": 30e9 / 200}
+
+
+def test_published_constants_say_nothing_of_an_offloaded_optimiser():
+    with pytest.raises(SeqloomError, match="published constants say nothing"):
+        CostModel(Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", offload_optimiser=True)

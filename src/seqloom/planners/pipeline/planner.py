@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes, pipeline_limits, pp_rank_bytes
 from seqloom.describe import Batch
-from seqloom.errors import PlanError, SeqloomError, drop_longer, unknown_name
+from seqloom.errors import MemoryBudgetError, PlanError, SeqloomError, drop_longer, unknown_name
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches, MicroBatchSize, make_micro_batches
@@ -427,23 +427,24 @@ class PipelineSearch:
             fits.append(int(max(0.0, free) / max(per_token + first_piece * working, 1.0)))
         return min(fits) - min(fits) % cost.pad_multiple
 
-    def too_long(self) -> SeqloomError:
+    def too_long(self) -> MemoryBudgetError:
         """The error for a batch that no candidate holds: which document, and what would fit."""
         longest, fits, pp_size = int(self.lengths.argmax()), self.longest_document(), self.layout.pp_size
         tokens = int(self.lengths[longest])
         if tokens > fits:
-            return SeqloomError(
+            return MemoryBudgetError(
                 f"sequence {longest} has {tokens} tokens, more than the {pp_size} stages of "
                 f"{self.layout.ranks_per_stage} ranks hold even in pieces, recomputed and in host memory (about {fits} "
-                f"tokens); {drop_longer(fits)}, raise the memory budget, use more stages or more GPUs"
+                f"tokens); {drop_longer(fits)}, {self.cost.optimiser_way_out}raise the memory budget, use more stages "
+                "or more GPUs"
             )
         if len(self.schedules) > 1:
-            return SeqloomError(
+            return MemoryBudgetError(
                 f"{len(self.lengths)} sequences of {int(self.lengths.sum())} tokens need more than "
                 f"{self.max_micro_batches} micro-batches in the memory of {pp_size} stages; put fewer sequences into "
                 "a step, raise the memory budget (or the capacity, if one is set), or use more stages or more GPUs"
             )
-        return SeqloomError(
+        return MemoryBudgetError(
             f"schedule {self.schedules[0]!r} cannot run this batch in {self.cost.budget_bytes / GIB:.1f} GiB per GPU: "
             f"sequence {longest} of {tokens} tokens is near what {pp_size} stages hold (about {fits}); take schedule "
             f"'auto', raise the memory budget, use more stages, or {drop_longer(fits)}"
