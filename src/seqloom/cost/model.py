@@ -139,10 +139,13 @@ class CostModel:
         self._plain_capacity = {policy: self._tokens_that_fit(policy) for policy in self.engine.policies}
         self._capacity = dict(self._plain_capacity)
         for policy in self._offloadable if counts_offload else ():
-            self._capacity[policy] = max(self._capacity[policy], self._offloaded_tokens(policy))
+            if self._plain_capacity[policy] > 0:
+                self._capacity[policy] = max(self._plain_capacity[policy], self._offloaded_tokens(policy))
         self._fitting = tuple(policy for policy, tokens in self._capacity.items() if tokens > 0)
         if not self._fitting and stages == 1 and self.sharding != Sharding.FREE:
             raise _too_small(self)
+        if stages == 1:
+            self._require_host_memory()
         self._routes: dict[tuple[GroupShape, tuple[int, ...]], Route | None] = {}
         self._prices: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], tuple[CostBreakdown, dict[str, float]]] = {}
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
@@ -287,6 +290,17 @@ class CostModel:
         free = max(0, self.host_bytes - self.memory.host_state_bytes((every,), self.shard_group_size))
         sizes = [self.memory.host_bytes(every, policy.checkpoint, count) for count in range(1, layers + 1)]
         return max(min(self._tokens_that_fit(policy, n), int(free // size)) for n, size in enumerate(sizes, 1))
+
+    def _require_host_memory(self) -> None:
+        """Refuse an optimiser that host memory does not hold, in plans of one stage."""
+        every = LayerRange(0, self.model.layers, self.model.layers)
+        need = self.memory.host_state_bytes((every,), self.shard_group_size)
+        if self.host_bytes is not None and need > self.host_bytes:
+            raise MemoryBudgetError(
+                f"the optimiser of {self.model.name} needs {need / GIB:.1f} GiB of host memory per GPU (sharded over "
+                f"{self.shard_group_size} ranks), there are {self.host_bytes / GIB:.1f}; raise host_gib, keep the "
+                "optimiser on the device or use more nodes"
+            )
 
     def _host_bytes(self, host_gib: float | None) -> int | None:
         """Host memory of a rank that plans may use; None: not known."""

@@ -1,7 +1,7 @@
 """Runs a step on one rank: its row of the plan's actions (forward, backward, messages, reduction).
 
     rank_plan = bind_plan(plan, transport, device=device)
-    result = run_step(rank_plan, parameters, rows, valid)    # gradients are in parameters.master_weights()
+    result = run_step(rank_plan, parameters, rows, valid)    # gradients are in parameters.device_shards()
 
 The loss of a step is the sum of all token losses over the valid tokens of the whole step. So every round's sum is
 divided by the same number, and neither the loss nor a gradient depends on the plan. To this comes the loss of routers,

@@ -41,6 +41,7 @@ from seqloom.planners.problem import build_plan
 from seqloom.profiling.kernels import TimingSettings, synchronize, time_kernels
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.config import Optimiser
+from seqloom.train.host_adamw import cpu_threads, threads_of_rank
 from seqloom.train.model import make_sharded_optimiser, prepare_layers, shard_parameters
 from seqloom.train.trainer import gather_values
 
@@ -174,7 +175,8 @@ class Calibrator:
             changes["host_gb_s"] = self._mean(host_copy_gb_s(self.device))
             sources["host_gb_s"] = f"measured with pinned memory, the slower direction, {ranks}"
             self._mean(0.0)
-            changes["host_memory_gb_s"] = self._mean(host_update_gb_s()) * self.cost.node_size
+            with cpu_threads(threads_of_rank(self.cost.node_size)):
+                changes["host_memory_gb_s"] = self._mean(host_update_gb_s()) * self.cost.node_size
             sources["host_memory_gb_s"] = f"measured with updates of AdamW on CPUs, {ranks}"
         changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | sources}
         return replace(self.given, **changes, **START_US)

@@ -182,7 +182,7 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPl
         raise SeqloomError(
             f"{name}: document {document} has {length[0]:,} tokens, but the largest group ({degree} "
             f"ranks x {capacity:,} tokens) holds {most:,}; set data.max_length to {most} with data.too_long 'truncate' "
-            "or 'drop', raise plan.capacity or plan.budget_gib, or use more ranks"
+            f"or 'drop', raise plan.capacity if it is set, {cost.ways_out}"
         )
 
 

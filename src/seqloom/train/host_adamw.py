@@ -12,7 +12,9 @@ on the device before.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -64,6 +66,7 @@ class HostAdamW(torch.optim.AdamW):
         shards: Mapping[str, nn.Parameter],
         *,
         update_on_host: bool,
+        threads: int | None = None,
         **settings: Any,
     ) -> None:
         """Start with moments of zero.
@@ -72,10 +75,11 @@ class HostAdamW(torch.optim.AdamW):
             groups: of master weights by name, as torch's optimisers take them.
             shards: what the device has of each, with its gradient; written after an update.
             update_on_host: update on the CPUs, not on the device.
+            threads: of an update on the CPUs, since launchers leave a rank of a GPU one; None: as many as torch has.
             settings: of AdamW.
         """
         super().__init__(groups, fused=True, **settings)
-        self._shards, self._update_on_host = shards, update_on_host
+        self._shards, self._update_on_host, self._threads = shards, update_on_host, threads
         for name, master in self._named_masters():
             rows = local_tensor(master.detach())
             pinned = local_tensor(shards[name].detach()).is_cuda
@@ -95,7 +99,8 @@ class HostAdamW(torch.optim.AdamW):
                 part.update(part.master, part.gradient, part.moments)
                 part.shard.copy_(part.master)
         elif self._update_on_host:
-            _update_on_host(parts, device)
+            with cpu_threads(self._threads):
+                _update_on_host(parts, device)
         else:
             _update_on_device(parts, device)
         for name, master in self._named_masters():
@@ -117,6 +122,23 @@ class HostAdamW(torch.optim.AdamW):
                 rows = [local_tensor(each).reshape(-1).split(PART) for each in tensors]
                 for own, gradient, values, first, second in zip(*rows, strict=True):
                     yield Part(own, gradient, values, (first, second), float(state["step"]), group)
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many threads on the CPUs in this block; None: as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Return the threads that a rank has to itself where so many ranks share the cores of this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
 
 
 def _update_on_host(parts: list[Part], device: torch.device) -> None:

@@ -33,6 +33,7 @@ from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config, Optimiser
+from seqloom.train.host_adamw import threads_of_rank
 from seqloom.train.optim import make_optimiser
 from seqloom.train.setup import Describe, load_model_spec
 
@@ -138,7 +139,8 @@ def make_sharded_optimiser(parameters: Parameters, cost: CostModel, settings: Op
     masters = parameters.master_weights()
     if not cost.offload_optimiser:
         return make_optimiser(masters, settings)
-    return make_optimiser(masters, settings, shards=parameters.device_shards(), update_on_host=cost.updates_on_host)
+    options = {"update_on_host": cost.updates_on_host, "threads": threads_of_rank(cost.node_size)}
+    return make_optimiser(masters, settings, shards=parameters.device_shards(), **options)
 
 
 def gather_state_dict(module: nn.Module, parameters: Parameters, *, root: bool) -> dict[str, torch.Tensor]:

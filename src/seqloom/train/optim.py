@@ -31,13 +31,14 @@ def make_optimiser(
     *,
     shards: Mapping[str, nn.Parameter] | None = None,
     update_on_host: bool = False,
+    threads: int | None = None,
 ) -> torch.optim.AdamW:
     """Make AdamW over full tensors or shards: matrices with weight decay, all others (norms, biases) without.
 
     Args:
         parameters: master weights by name.
         shards: what the device has of them, where they are in host memory; None: they are on the device.
-        update_on_host: see `HostAdamW`.
+        update_on_host, threads: see `HostAdamW`.
     """
     if not parameters:
         raise SeqloomError("no parameter is to be trained; unfreeze some, or choose another model")
@@ -47,7 +48,7 @@ def make_optimiser(
     groups = [group for group in groups if group["params"]]
     rates: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     if shards is not None:
-        return HostAdamW(groups, shards, update_on_host=update_on_host, **rates)
+        return HostAdamW(groups, shards, update_on_host=update_on_host, threads=threads, **rates)
     fused = all(parameter.device.type in _FUSED for parameter in parameters.values())
     return torch.optim.AdamW(groups, fused=fused, **rates)
 

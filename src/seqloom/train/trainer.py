@@ -479,7 +479,8 @@ def kernel_builds(
     adapter: ModelAdapter, plans: Sequence[Plan], longest: int, dtype: torch.dtype, device: torch.device
 ) -> list[KernelBuild]:
     """Return what the attention of a model compiles for plans like these; `longest` document in tokens."""
-    capacity = max(tokens for plan in plans for _, tokens in plan.limits.capacity)
+    limits = [plan.limits for plan in plans]
+    capacity = max(tokens for own in limits for _, tokens in (*own.capacity, *own.offload_capacity))
     degrees: dict[int, set[tuple[int, int]]] = {}
     for pipeline in (pipeline for plan in plans for pipeline in plan.pipelines):
         for round_ in pipeline.rounds:

@@ -1,5 +1,6 @@
 """Memory by counting: parameters of stages, activations by checkpoint, state by sharding, tensor ranks, KV caches."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -195,3 +196,17 @@ def test_an_offloaded_optimiser_is_updated_where_that_takes_least():
 def test_published_constants_say_nothing_of_an_offloaded_optimiser():
     with pytest.raises(SeqloomError, match="published constants say nothing"):
         CostModel(Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", offload_optimiser=True)
+
+
+def test_an_optimiser_beyond_host_memory_is_refused():
+    model, options = ModelSpec.load("llama3-8b"), {"offload_optimiser": True}
+    with pytest.raises(SeqloomError, match=r"needs 89.7 GiB of host memory per GPU .* there are 80.0; raise host_gib"):
+        CostModel(Cluster.parse("1x1xH200"), model, host_gib=80, **options)
+    small = replace(Cluster.parse("1x8xH200"), host_gib=90.0)
+    with pytest.raises(SeqloomError, match=r"needs 11.2 GiB of host memory per GPU .* there are 10.1"):
+        CostModel(small, model, **options)
+    for refused, message in ((0, "above 0"), (float("nan"), "above 0")):
+        with pytest.raises(SeqloomError, match=message):
+            CostModel(Cluster.parse("1x1xH200"), model, host_gib=refused, **options)
+    with pytest.raises(SeqloomError, match="give true, false or 'auto'"):
+        CostModel(Cluster.parse("1x1xH200"), model, offload="maybe", **options)
