@@ -153,6 +153,15 @@ ON_ONE_STAGE: list[tuple[str, str, Callable[[Plan], Plan]]] = [
         "puts 35 tokens on rank 4",
         lambda p: limit(p, capacity=((Checkpoint.SELECTIVE, 25), (Checkpoint.FULL, 34))),
     ),
+    (
+        "capacity",
+        "with 2 layers offloaded, allows 13 tokens",
+        lambda p: limit(
+            work(p, 0, 0, offloaded_layers=2),
+            capacity=((Checkpoint.SELECTIVE, 10), (Checkpoint.FULL, 128)),
+            offload_capacity=((Checkpoint.SELECTIVE, 20),),
+        ),
+    ),
     ("capacity", "puts 128 tokens on rank 0", lambda p: limit(p, pad_multiple=512)),
     ("capacity", "choose among selective, full", lambda p: work(p, 0, 0, checkpoint=Checkpoint.NONE)),
     (
