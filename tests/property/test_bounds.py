@@ -12,7 +12,8 @@ from seqloom.planners.bounds import lower_bound, policies_bound
 from seqloom.planners.bounds.prices import price_documents, remap_transfer_ns
 from seqloom.planners.bounds.step import ROUNDINGS
 from seqloom.planners.problem import fitting_problems
-from seqloom.planners.recompute import with_lighter_layers
+from seqloom.planners.recompute import with_layer_choices
+from seqloom.simulate import simulate
 from support.overlapping import shortest_overlapping_step
 from support.strategies import batches, cost_models, roomy_cost_model
 from support.strategies_overlap import overlapping_plans
@@ -128,9 +129,24 @@ def test_no_drawn_plan_is_below_the_bound(data, cost, lengths):
         return
     plan = data.draw(overlapping_plans(cost, lengths))
     plan.validate()
-    lighter = with_lighter_layers(plan, cost)
+    lighter = with_layer_choices(plan, cost)
     lighter.validate()
     assert lower_bound(lengths, cost) <= cost.plan_ns(lighter) <= cost.plan_ns(plan)
+
+
+@settings(max_examples=40)
+@given(st.data(), cost_models(max_ranks=8, published=False), batches(max_documents=12), st.floats(0.3, 1.0))
+def test_no_offloaded_plan_is_below_the_bound_and_all_fit(data, cost, lengths, share):
+    """Batches whose longest document fills so much of the largest group, most of them only with offloaded layers."""
+    own = cost.with_offload()
+    most = max(map(own.capacity, own.policies)) * max(shape.degree for shape in own.shapes)
+    lengths = np.maximum(1, (lengths * (share * most / lengths.max())).astype(np.int64))
+    drawn = data.draw(overlapping_plans(own, lengths))
+    plan = with_layer_choices(drawn, own)
+    plan.validate()
+    assert simulate(plan, own).peak_memory.max() <= own.budget_bytes
+    assert lower_bound(lengths, own) <= own.plan_ns(plan)
+    assert with_layer_choices(plan, own) == plan
 
 
 @settings(max_examples=40)

@@ -38,7 +38,7 @@ from seqloom.plan import (
     StageMicroBatch,
     sort_groups,
 )
-from support.strategies_groups import Shape, group_shapes, lighter_layers, shared
+from support.strategies_groups import Shape, group_shapes, layer_choices, shared
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
         reduce=draw(st.sampled_from(Reduce)),
     )
     [line] = plan.pipelines
-    works = [draw(lighter_layers(each.by_stage[0], step.spec.layers)) for each in line.rounds]
+    works = [draw(layer_choices(each.by_stage[0], step.spec.layers)) for each in line.rounds]
     plan = replace(plan, pipelines=(replace(line, rounds=tuple(Round((work,)) for work in works)),))
     plan.validate()
     return open_together(plan) if draw(st.booleans()) and plan.reduce == Reduce.STEP else plan

@@ -34,7 +34,7 @@ from seqloom.plan import (
     StageMicroBatch,
     sort_groups,
 )
-from support.strategies_groups import Shape, cut, group_shapes, lighter_layers, limits, shared
+from support.strategies_groups import Shape, cut, group_shapes, layer_choices, limits, shared
 from support.tables import completed, greedy_order, rows_in_order
 
 
@@ -183,7 +183,7 @@ def _pipelines(
                 draw(
                     _works(
                         own, documents, spans, [home[span.document][s] for span in spans], shard_groups[s], stage.tensor
-                    ).flatmap(partial(lighter_layers, layers=stage.layer_count))
+                    ).flatmap(partial(layer_choices, layers=stage.layer_count))
                 )
                 for s, stage in enumerate(stages)
             )
@@ -240,7 +240,7 @@ def _works(
     linear = Layout(moved, attention.item, attention.start, attention.stop)
     explicit = {"attention": (attention, None), "linear": (None, linear), "both": (attention, linear)}[kind]
     remap = draw(st.sampled_from(Remap)) if explicit[1] is not None else Remap.ATTENTION
-    return replace(work, attention=explicit[0], linear=explicit[1], remap=remap, offload=draw(st.booleans()))
+    return replace(work, attention=explicit[0], linear=explicit[1], remap=remap)
 
 
 @st.composite

@@ -12,7 +12,7 @@ attention's, q, k and v are redistributed before, and the output after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from operator import index
 from typing import Any, cast
@@ -36,6 +36,9 @@ from seqloom.dist.rows import put, take
 from seqloom.errors import SeqloomError
 
 Groups = tuple[GroupAttention, ...]
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+"""Of what is kept for a backward, as in `torch.autograd.graph.saved_tensors_hooks`."""
 
 
 def attention(
@@ -454,9 +457,11 @@ class SavedAttention:
     exchanged once more where there is Ulysses or another layout, as plans are priced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: tuple[Pack, Unpack] | None = None) -> None:
+        """Start empty. What is kept is packed and unpacked like tensors that autograd saves; None: kept as it is."""
+        self._pack, self._unpack = hooks or (_same, _same)
         # Of every call: out, lse, and (out, lse) of every group.
-        self._records: list[tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self._records: list[tuple[Any, Any, list[tuple[Any, Any]]]] = []
         self._next: int | None = None
 
     @property
@@ -470,8 +475,8 @@ class SavedAttention:
 
     def record(self, out: torch.Tensor, lse: torch.Tensor | None, saved: list[Saved]) -> None:
         """Keep the results of a call, outside of any graph: the tensors given may become outputs of a graph."""
-        groups = [(tensors.out.detach(), tensors.lse.detach()) for tensors in saved]
-        self._records.append((out.detach(), None if lse is None else lse.detach(), groups))
+        groups = [(self._pack(tensors.out.detach()), self._pack(tensors.lse.detach())) for tensors in saved]
+        self._records.append((self._pack(out.detach()), None if lse is None else self._pack(lse.detach()), groups))
 
     def replay(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, redistribute: TokenRedistribute | None
@@ -483,8 +488,12 @@ class SavedAttention:
         if redistribute is not None:
             q, k, v = redistribute.to_target(q, k, v)
         saved = []
-        for group, (group_out, group_lse) in zip(groups, parts, strict=True):
+        for group, part in zip(groups, parts, strict=True):
             inputs = tuple(take(x, group.rows) for x in (q, k, v)) if len(groups) > 1 else (q, k, v)
             own_q, own_k, own_v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
-            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, group_out, group_lse)))
-        return out.detach(), None if lse is None else lse.detach(), saved
+            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, *map(self._unpack, part))))
+        return self._unpack(out).detach(), None if lse is None else self._unpack(lse).detach(), saved
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

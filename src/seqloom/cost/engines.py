@@ -29,16 +29,18 @@ from seqloom.cost.communication import (
     passes,
     tensor_gathers,
 )
-from seqloom.cost.compute import Compute
+from seqloom.cost.compute import OPTIMISER_TRAFFIC, Compute
 from seqloom.cost.memory import (
     GIB,
     GRADIENT_BYTES,
+    OPTIMISER_BYTES,
     PARAMETER_BYTES,
     AdditiveMemory,
     AnalyticMemory,
     MemoryModel,
     layer_parameters,
 )
+from seqloom.cost.profile import HOST_GB_S
 from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
 from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Checkpoint, Reduce, Remap, Sharding
@@ -69,6 +71,7 @@ class CostEngine(ABC):
     matmul_share: float = 1.0  # of the part ``linear``
     solo_time_ratio: float = 1.0  # a rank's time while all others wait, over its time while all are busy
     split_us: float = 0.0  # what a backward takes more in two halves (I, W) than in one, per layer
+    host_gb_s: float = HOST_GB_S  # GB/s of a device to and from pinned host memory, in one direction
 
     @abstractmethod
     def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
@@ -100,6 +103,10 @@ class CostEngine(ABC):
             f"profile {self.profile.name} has no constants for a second layout of tokens; "
             "plan without remapping, or leave the profile out"
         )
+
+    def copy_ns(self, size: np.ndarray) -> np.ndarray:
+        """int64 ns of copying so many bytes between a device and host memory, one way."""
+        return np.ceil(size / self.host_gb_s).astype(np.int64)
 
     def split_overhead_ns(self, layers: int) -> int:
         """ns that a backward through so many layers takes more in two halves than in one."""
@@ -146,7 +153,7 @@ class AnalyticEngine(CostEngine):
             model=model,
             compute=compute,
             links=Communication(profile, cluster, cp_model(model, tensor)),
-            memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners),
+            memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners, cost.offload_optimiser),
             shard_ranks=shards,
             budget_bytes=math.floor(budget * GIB),
             shapes=with_methods(plain, cluster.gpus_per_node, nics),
@@ -154,6 +161,7 @@ class AnalyticEngine(CostEngine):
             matmul_share=compute.matmul_share,
             solo_time_ratio=profile.solo_time_ratio,
             split_us=profile.split_us,
+            host_gb_s=profile.host_gb_s,
             tensor=tensor,
         )
 
@@ -282,10 +290,30 @@ class AnalyticEngine(CostEngine):
         """(ns, of that communication). Under free sharding messages depend on the whole plan: see `resharding`."""
         memory, rest = self.memory, self.profile.step_us * 1e3
         if memory.owners:
-            return rest + self.compute.optimiser(memory.parameters / memory.owners), 0.0
+            return rest + self._optimiser_ns(memory.parameters / memory.owners), 0.0
         moved = sum(self.links.collective(size * parameters, shard_ranks, layers) for size in sizes)
         moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shard_ranks, layers, ranks)
-        return moved + (rest + self.compute.optimiser(parameters / shard_ranks)), moved
+        return moved + (rest + self._optimiser_ns(parameters / shard_ranks)), moved
+
+    def _optimiser_ns(self, parameters: float) -> float:
+        """ns of the optimiser's step on this many parameters of a rank."""
+        if not self.memory.offload_optimiser:
+            return self.compute.optimiser(parameters)
+        return min(self.offloaded_update_ns(parameters).values())
+
+    def offloaded_update_ns(self, parameters: float) -> dict[str, float]:
+        """ns of updating parameters whose masters and moments are in host memory: on the GPU, and on the host's CPUs.
+
+        On the GPU all state passes the link up and down, side by side, and the host's memory twice. On the host the
+        gradients go down and the new parameters up, beside the update, which is as fast as memory. The GPUs of a node
+        share that memory.
+        """
+        link, gpus = self.host_gb_s, self.links.cluster.gpus_per_node
+        memory = self.profile.host_memory_gb_s / gpus
+        return {
+            "device": parameters * max(OPTIMISER_BYTES / link, 2 * OPTIMISER_BYTES / memory),
+            "host": parameters * max(GRADIENT_BYTES / link, OPTIMISER_TRAFFIC / memory),
+        }
 
     def _collective(self, bytes_per_parameter: int) -> float:
         size = bytes_per_parameter * self.memory.rank_parameters
@@ -316,7 +344,7 @@ class AdditiveEngine(CostEngine):
         return cls(
             profile=profile,
             constants=constants,
-            memory=AdditiveMemory(state, shard_ranks, constants.mib_per_token * MIB),
+            memory=AdditiveMemory(state, shard_ranks, constants.mib_per_token * MIB, constants.layers),
             links=None,
             policies=(MemoryPolicy(Checkpoint.PROFILE, Reduce.ROUND),),  # as they were measured
             budget_bytes=math.floor(budget * GIB),

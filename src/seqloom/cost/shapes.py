@@ -109,6 +109,11 @@ COST_COLUMNS = CostBreakdown._fields
 """Columns of a table of costs: row by row a `CostBreakdown`."""
 
 
+def columns(names: Iterable[str]) -> list[int]:
+    """Columns of these parts in a table of costs."""
+    return [COST_COLUMNS.index(name) for name in names]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CostTables:
     """Everything a planner compares, for ``n`` documents, ``S`` shapes, ``L = 3`` streams. int64 ns.

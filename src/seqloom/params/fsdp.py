@@ -6,11 +6,15 @@ The ranks form a mesh with one row per replica of the parameters and one column 
                             4 5 6 7     `finish_gradients` sums them down the columns, once per step
 
 Rows may run different rounds, or none. The loss is scaled already, so sums are not divided by the number of ranks.
+
+Where the optimiser is offloaded, FSDP2 shards copies in the dtype that layers compute in. It would round gradients to
+that dtype too, so hooks of its reductions take the sums before (`WideGradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,13 +23,16 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from seqloom.compat import dtensor_like
 from seqloom.dist import Context, Transport
 from seqloom.dist.torch_transport import new_group
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK
 from seqloom.models.split_backward import WeightGradients
+from seqloom.params.host_masters import host_copy, host_master
 from seqloom.params.interface import (
     Parameters,
     all_reduce_gradients,
@@ -33,6 +40,7 @@ from seqloom.params.interface import (
     device_of,
     local_tensor,
     reduce_dtype,
+    shard_rows,
     squared_norm,
     trained_parameters,
 )
@@ -56,6 +64,7 @@ class FSDPParameters(Parameters):
         node_size: int | None = None,
         param_dtype: torch.dtype | None = None,
         keep_gathered: bool = False,
+        offload_optimiser: bool = False,
         chunk: int = CHUNK,
     ) -> None:
         """Shard the model in place. If layers shall recompute, `recompute_layers` comes first.
@@ -67,6 +76,7 @@ class FSDPParameters(Parameters):
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
             keep_gathered: keep layers gathered from forward to backward: more memory, one gather less.
+            offload_optimiser: keep master weights in host memory.
         """
         parameters = list(adapter.module.parameters())
         device, dtype = device_of(adapter, parameters), param_dtype or cast("torch.Tensor", adapter.head.weight).dtype
@@ -76,17 +86,37 @@ class FSDPParameters(Parameters):
         del parameters  # they would keep the unsharded tensors alive
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         names = {id(each): name for name, each in adapter.module.named_parameters()}
+        host: dict[str, torch.Tensor] = {}
         for layers in _by_shared_parameters(adapter.layers):
-            wanted = {id(each): each for layer in layers for each in layer.parameters() if each.is_meta}
-            adapter.materialize([(names[each], parameter) for each, parameter in wanted.items()])
+            wanted = {id(each): each for layer in layers for each in layer.parameters()}
+            named = [(names[each], parameter) for each, parameter in wanted.items()]
+            adapter.materialize([(name, parameter) for name, parameter in named if parameter.is_meta])
+            if offload_optimiser:
+                host |= self._to_host(named, param_dtype)
             fully_shard(layers, **options, reshard_after_forward=not keep_gathered)
         adapter.materialize()
+        if offload_optimiser:
+            others = [(name, each) for name, each in adapter.module.named_parameters() if name not in host]
+            host |= self._to_host(others, param_dtype)
         self._root = fully_shard(self._loss, **options)  # parameters outside the layers: embedding, norm, head
         self._sharded = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded:
             _sum_all_gradients(module)
-        self._masters = trained_parameters(adapter.module)  # the shards, while nothing is gathered
+        self._shards = trained_parameters(adapter.module)  # while nothing is gathered
+        every = dict(adapter.module.named_parameters())
+        self._host_masters = {name: host_master(values, every[name]) for name, values in host.items()}
+        wide = offload_optimiser and param_dtype is not None
+        self._wide_gradients = WideGradients(self._sharded, self._shards, policy.reduce_dtype) if wide else None
         self._weight_gradients = WeightGradients()
+
+    def _to_host(self, named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        """Copy this rank's rows of parameters to the host, and convert what is left to the dtype of layers."""
+        rows, mesh = {}, self._mesh[SHARD]
+        for name, parameter in named:
+            values = parameter.detach()
+            rows[name] = host_copy(values[shard_rows(len(values), mesh.get_local_rank(), mesh.size())])
+            parameter.data = values if dtype is None else values.to(dtype)
+        return rows
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
@@ -120,24 +150,86 @@ class FSDPParameters(Parameters):
 
     def finish_gradients(self) -> None:
         """See `Parameters.finish_gradients`."""
+        if self._wide_gradients is not None:
+            self._wide_gradients.set()
         replicas = self._mesh[REPLICA]
         if replicas.size() > 1:
             group = replicas.get_group()
-            all_reduce_gradients(self._masters.values(), lambda flat: dist.all_reduce(flat, group=group))
+            all_reduce_gradients(self._shards.values(), lambda flat: dist.all_reduce(flat, group=group))
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`. The shards of a row are the model; all rows have the same."""
-        squares = squared_norm(self._masters.values()).to(self._device)
+        squares = squared_norm(self._shards.values()).to(self._device)
         dist.all_reduce(squares, group=self._mesh[SHARD].get_group())
         return squares.sqrt()
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; all of them are DTensors."""
-        return dict(self._masters)
+        return {name: self._host_masters.get(name, shard) for name, shard in self._shards.items()}
+
+    def device_shards(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.device_shards`."""
+        return dict(self._shards)
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`."""
+        for name, parameter in self._adapter.module.named_parameters():
+            master = self._host_masters.get(name)
+            rows = local_tensor(parameter if master is None else master).detach().to(self._device)
+            yield name, dtensor_like(cast("DTensor", parameter), rows).full_tensor()
+
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`."""
+        super().zero_grad()
+        if self._wide_gradients is not None:
+            self._wide_gradients.clear()
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """Yield the shards; torch allocates and frees the gathered parameters."""
-        yield from map(local_tensor, self._masters.values())
+        yield from map(local_tensor, self._shards.values())
+
+
+class WideGradients:
+    """Gradients of FSDP2's shards in the dtype in which it sums them, although the shards are narrower.
+
+    A reduction first hands the sums of a layer to one hook, flat, then every parameter with its rounded gradient to
+    another: its place in the flat tensor is that of its gradient.
+    """
+
+    def __init__(
+        self, modules: Iterable[FSDPModule], shards: Mapping[str, nn.Parameter], dtype: torch.dtype | None
+    ) -> None:
+        self._shards, self._dtype, self._sums = shards, dtype, dict[str, torch.Tensor]()
+        self._flat: torch.Tensor | None = None
+        for module in modules:
+            module.set_all_reduce_hook(self._take_flat)
+        for name, shard in shards.items():
+            shard.grad_dtype = None  # any: first FSDP2's, then the sums
+            shard.register_post_accumulate_grad_hook(partial(self._take_shard, name))
+
+    def set(self) -> None:
+        """Give the shards their gradients; zero where no round had one."""
+        for name, shard in self._shards.items():
+            rows = local_tensor(shard)
+            total = self._sums.get(name)
+            total = torch.zeros_like(rows, dtype=self._dtype) if total is None else total
+            shard.grad = dtensor_like(cast("DTensor", shard), total)
+        self._sums.clear()
+
+    def clear(self) -> None:
+        """Drop what an unfinished step has left."""
+        self._sums.clear()
+
+    def _take_flat(self, sums: torch.Tensor) -> None:
+        self._flat = sums
+
+    def _take_shard(self, name: str, shard: torch.Tensor) -> None:
+        rounded, flat = local_tensor(cast("torch.Tensor", shard.grad)), self._flat
+        assert flat is not None
+        rows = flat.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset())
+        shard.grad = None
+        before = self._sums.get(name)
+        self._sums[name] = rows if before is None else before.add_(rows)
 
 
 def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, device: torch.device) -> DeviceMesh:

@@ -119,7 +119,7 @@ class Parameters(ABC):
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield canonical name and unsharded gradient of every trained parameter, one at a time; all ranks iterate."""
-        for name, parameter in self.master_weights().items():
+        for name, parameter in self.device_shards().items():
             assert parameter.grad is not None
             yield name, _full_tensor(parameter.grad)
 
@@ -132,6 +132,13 @@ class Parameters(ABC):
         """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
         return trained_parameters(self._adapter.module)
 
+    def device_shards(self) -> dict[str, nn.Parameter]:
+        """Return what the device has of the master weights, with the step's gradients.
+
+        Those are the master weights, or copies of them where these are in host memory: see `params.host_masters`.
+        """
+        return self.master_weights()
+
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """Yield what layers compute with on this rank, as it is in memory now: master weights, or copies of them."""
         yield from self._adapter.module.parameters()
@@ -140,7 +147,7 @@ class Parameters(ABC):
         """Drop all gradients."""
         if self._head_gradients is not None:
             self._head_gradients.clear()
-        for parameter in self.master_weights().values():
+        for parameter in self.device_shards().values():
             parameter.grad = None
 
 
@@ -279,16 +286,22 @@ def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Set a gradient of zero for parameters that a step has not used."""
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def scale_gradients(parameters: Parameters, factor: float | torch.Tensor) -> None:
     """Multiply all gradients; clipping is a factor of min(1, limit / norm)."""
     if isinstance(factor, float) and factor == 1.0:
         return
-    for parameter in parameters.master_weights().values():
+    for parameter in parameters.device_shards().values():
         if parameter.grad is not None:
             local_tensor(parameter.grad).mul_(factor)
+
+
+def shard_rows(length: int, rank: int, ranks: int) -> slice:
+    """Return a rank's rows: torch's chunks, of which the last may be short or empty."""
+    rows = -(-length // ranks)
+    return slice(min(rank * rows, length), min((rank + 1) * rows, length))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

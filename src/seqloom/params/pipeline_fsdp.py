@@ -42,6 +42,7 @@ from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.params.fsdp import REPLICA, SHARD, backend_of, new_mesh
+from seqloom.params.host_masters import device_shard, host_copy, host_master
 from seqloom.params.interface import (
     Parameters,
     accumulate_wide,
@@ -52,6 +53,7 @@ from seqloom.params.interface import (
     fill_missing_gradients,
     local_tensor,
     reduce_dtype,
+    shard_rows,
     squared_norm,
     trained_parameters,
 )
@@ -62,7 +64,7 @@ from seqloom.params.placement import (
     parameters_of_stages,
     replace_parameters,
 )
-from seqloom.params.shards import row_shard, shard_rows
+from seqloom.params.shards import row_shard
 from seqloom.plan import LayerRange
 
 PP_RANK = "pp_rank"
@@ -81,6 +83,7 @@ class PipelineFSDP(Parameters):
         placement: Placement,
         *,
         param_dtype: torch.dtype | None = None,
+        offload_optimiser: bool = False,
         chunk: int = CHUNK,
     ) -> None:
         """Shard the model in place: parameters of other ranks' stages go to "meta".
@@ -91,6 +94,7 @@ class PipelineFSDP(Parameters):
             transport: over torch.distributed; all its ranks.
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
+            offload_optimiser: keep master weights in host memory.
         """
         check_job(transport)
         ranks = placement.mesh(transport.ranks)
@@ -113,7 +117,9 @@ class PipelineFSDP(Parameters):
         self._sharded: dict[str, ShardedParameter] = {}
         for name, parameter in held.items():
             adapter.materialize([(name, parameter)])
-            self._sharded[name] = ShardedParameter.of(parameter, self._mesh[SHARD], param_dtype)
+            self._sharded[name] = ShardedParameter.of(
+                parameter, self._mesh[SHARD], param_dtype, offload_master=offload_optimiser
+            )
             parameter.data = parameter.data.new_empty(0)  # so that unsharded values exist one parameter at a time
         replace_parameters(adapter.module, {id(held[name]): each.copy for name, each in self._sharded.items()})
         self._by_stage = {
@@ -188,18 +194,18 @@ class PipelineFSDP(Parameters):
         stream = stream_of(self._device, "parameters")
         if stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)
-        masters = self.master_weights()
+        shards = self.device_shards()
         if self._mesh[REPLICA].size() > 1:
             group = self._mesh.get_group(REPLICA)
-            all_reduce_gradients(masters.values(), lambda flat: dist.all_reduce(flat, group=group))
-        fill_missing_gradients(masters.values())
+            all_reduce_gradients(shards.values(), lambda flat: dist.all_reduce(flat, group=group))
+        fill_missing_gradients(shards.values())
         for holders, group in self._tied_groups.items():
-            tied = [each for name, each in masters.items() if tuple(self._holders[name]) == holders]
+            tied = [each for name, each in shards.items() if tuple(self._holders[name]) == holders]
             all_reduce_gradients(tied, lambda flat, group=group: dist.all_reduce(flat, group=group))
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`. A parameter of several pp ranks is counted on the first."""
-        counted = [each for name, each in self.master_weights().items() if self._holders[name][0] == self._pp_rank]
+        counted = [each for name, each in self.device_shards().items() if self._holders[name][0] == self._pp_rank]
         squares = squared_norm(counted).to(self._device)
         for axis in (SHARD, PP_RANK):
             dist.all_reduce(squares, group=self._mesh.get_group(axis))
@@ -209,17 +215,21 @@ class PipelineFSDP(Parameters):
         """See `Parameters.full_gradients`; the first pp rank that holds a parameter broadcasts it."""
         for name, parameter in trained_parameters(self._adapter.module).items():
             held = self._sharded.get(name)
-            yield name, self._broadcast(name, parameter, None if held is None else held.master.grad)
+            yield name, self._broadcast(name, parameter, None if held is None else held.sharded.grad)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`; the first pp rank that holds a parameter broadcasts it."""
         for name, parameter in self._adapter.module.named_parameters():
             held = self._sharded.get(name)
-            yield name, self._broadcast(name, parameter, None if held is None else held.master.detach())
+            yield name, self._broadcast(name, parameter, None if held is None else held.master_values(self._device))
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; all of them are DTensors, of this rank's stages."""
         return {name: each.master for name, each in self._sharded.items() if each.master.requires_grad}
+
+    def device_shards(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.device_shards`."""
+        return {name: each.sharded for name, each in self._sharded.items() if each.sharded.requires_grad}
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """See `Parameters.compute_weights`."""
@@ -302,31 +312,43 @@ class ShardedParameter:
 
     Attributes:
         master: what the optimiser updates: a DTensor, of which this rank has some rows.
+        sharded: what the device has of it, with its gradient: the master, or its rows in the dtype of layers where the
+            master is in host memory.
         copy: the unsharded parameter, in the dtype that layers compute in; without memory while its stage is sharded.
             Its gradient adds up in float32 or wider.
-        shard: this rank's rows, in the master's memory: asking a DTensor for them takes longer than a small layer.
+        shard: this rank's rows on the device: asking a DTensor for them takes longer than a small layer.
         ranks: that have shards.
     """
 
     master: nn.Parameter
+    sharded: nn.Parameter
     copy: nn.Parameter
     shard: torch.Tensor
     ranks: int
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None) -> ShardedParameter:
+    def of(
+        cls, parameter: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None, *, offload_master: bool = False
+    ) -> ShardedParameter:
         """Shard a parameter with the same values on all ranks of a mesh with one axis; None: copies keep its dtype."""
-        values, ranks = parameter.detach().contiguous(), mesh.size()
+        values, ranks, trained = parameter.detach().contiguous(), mesh.size(), parameter.requires_grad
         shard = values if ranks == 1 else values[shard_rows(len(values), mesh.get_local_rank(), ranks)].clone()
-        master = nn.Parameter(row_shard(shard, values, mesh), requires_grad=parameter.requires_grad)
         dtype = dtype or values.dtype
-        if ranks == 1 and dtype == values.dtype:
+        host = host_copy(shard) if offload_master else None
+        shard = shard if host is None else shard.to(dtype)
+        sharded = device_shard(row_shard(shard, values, mesh), requires_grad=trained, master_dtype=values.dtype)
+        master = sharded if host is None else host_master(host, sharded)
+        if ranks == 1 and dtype == shard.dtype:
             full = shard  # the same memory: an update by the optimiser needs no copy
         else:
             full = torch.empty_like(values, dtype=dtype)
             full.untyped_storage().resize_(0)
-        copy = accumulate_wide(nn.Parameter(full, requires_grad=parameter.requires_grad))
-        return cls(master, copy, shard, ranks)
+        copy = accumulate_wide(nn.Parameter(full, requires_grad=trained))
+        return cls(master, sharded, copy, shard, ranks)
+
+    def master_values(self, device: torch.device) -> torch.Tensor:
+        """Return the master's rows on the device, as a DTensor."""
+        return dtensor_like(cast("DTensor", self.sharded), local_tensor(self.master).detach().to(device))
 
     @property
     def padded_size(self) -> int:
@@ -358,11 +380,11 @@ class ShardedParameter:
         if flat is None:
             return
         shard = self.shard
-        gradient = flat[: shard.numel()].view(shard.shape).to(shard.dtype)
-        if self.master.grad is None:
-            self.master.grad = dtensor_like(cast("DTensor", self.master), gradient)
+        gradient = flat[: shard.numel()].view(shard.shape).to(self.sharded.grad_dtype)
+        if self.sharded.grad is None:
+            self.sharded.grad = dtensor_like(cast("DTensor", self.sharded), gradient)
         else:
-            local_tensor(self.master.grad).add_(gradient)
+            local_tensor(self.sharded.grad).add_(gradient)
 
 
 @torch.no_grad()

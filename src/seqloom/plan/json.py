@@ -8,9 +8,10 @@
                                              "route": null, "spans": [[0, 0, 5120]]}]}]],
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
-A round whose activations are offloaded to CPU memory has `"offload": true` beside its checkpoint, and one whose last
-layers recompute less has `"lighter_layers": 5`. `actions` has one row per pipeline rank: the distinct `ranks` of the
-stages, in the order in which these name them. Reading is strict, see `seqloom.reader`.
+A round whose first layers offload their activations has `"offloaded_layers": 12` beside its checkpoint, and one whose
+last layers recompute less has `"lighter_layers": 5`. `"offload": true`, in files of earlier versions, means all layers.
+`actions` has one row per pipeline rank: the distinct `ranks` of the stages, in the order in which these name them.
+Reading is strict, see `seqloom.reader`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ VERSION = 1
 KEYS_OF_LIMITS = {"pad_multiple": "granule"}
 """Attributes of `Limits` that have another name in files."""
 
-OPTIONAL = ("offload", "lighter_layers")
-"""Attributes of a `StageMicroBatch` that files leave out where they are false or 0."""
+OPTIONAL: dict[type[Any], tuple[str, ...]] = {
+    StageMicroBatch: ("offloaded_layers", "lighter_layers"),
+    Limits: ("offload_capacity",),
+}
+"""Attributes that files leave out where they are 0 or empty."""
 
 _CONTENT = ("limits", "sharding", "reduce", "documents", "pipelines")
 _OBJECTS = (Group, StageMicroBatch, Route, Stage, Pipeline, Limits)
@@ -81,10 +85,9 @@ def _plain(value: Any) -> Any:
     fields = {KEYS_OF_LIMITS.get(name, name): getattr(value, name) for name in value.__slots__}
     if isinstance(value, Pipeline):
         fields["actions"] = [" ".join(map(str, row)) for row in value.actions]
-    if isinstance(value, StageMicroBatch):
-        for name in OPTIONAL:
-            if not fields[name]:
-                del fields[name]
+    for name in OPTIONAL.get(type(value), ()):
+        if not fields[name]:
+            del fields[name]
     return fields
 
 
@@ -134,10 +137,13 @@ def _or_null(read: Reader) -> Reader:
 
 def _read_limits(value: Any, where: str) -> Limits:
     keys = {KEYS_OF_LIMITS.get(name, name): name for name in Limits.__slots__}
-    fields = read_object(value, where, keys)
-    capacity = read_list(fields.pop("capacity"), f"{where}.capacity", _read_capacity)
-    numbers = {keys[key]: read_integer(number, f"{where}.{key}") for key, number in fields.items()}
-    return Limits(capacity=capacity, **numbers)
+    optional = OPTIONAL[Limits]
+    fields = read_object(value, where, [key for key in keys if key not in optional], optional)
+    capacity, offload_capacity = (
+        read_list(fields.pop(key, []), f"{where}.{key}", _read_capacity) for key in ("capacity", *optional)
+    )
+    numbers: dict[str, Any] = {keys[key]: read_integer(number, f"{where}.{key}") for key, number in fields.items()}
+    return Limits(capacity=capacity, offload_capacity=offload_capacity, **numbers)
 
 
 def _read_capacity(value: Any, where: str) -> tuple[Checkpoint, int]:
@@ -187,21 +193,44 @@ _GROUP = _object(
 )
 _WORK = _object(
     StageMicroBatch,
-    OPTIONAL,
+    OPTIONAL[StageMicroBatch],
     checkpoint=_choice(Checkpoint),
     groups=_list(_GROUP),
     attention=_or_null(_read_layout),
     linear=_or_null(_read_layout),
     remap=_choice(Remap),
-    offload=read_bool,
+    offloaded_layers=read_integer,
     lighter_layers=read_integer,
 )
-_ROUNDS = _list(lambda value, where: Round(read_list(value, where, _WORK)))
+
+
+def _read_pipeline(value: Any, where: str) -> Pipeline:
+    fields = read_object(value, where, ("stages", "rounds", "actions"))
+    stages = read_list(fields["stages"], f"{where}.stages", _STAGE)
+    layers = [stage.layer_count for stage in stages]
+
+    def read_round(value: Any, where: str) -> Round:
+        counts = iter(layers)
+        return Round(read_list(value, where, lambda work, place: _read_work(work, place, next(counts, 0))))
+
+    rounds = read_list(fields["rounds"], f"{where}.rounds", read_round)
+    return Pipeline(stages, rounds, read_list(fields["actions"], f"{where}.actions", _read_row))
+
+
+def _read_work(value: Any, where: str, layers: int) -> StageMicroBatch:
+    """Read one stage's share of a round; `layers` are those of the stage, for files of earlier versions."""
+    if isinstance(value, dict) and "offload" in value:
+        everything = read_bool(value["offload"], f"{where}.offload")
+        value = {key: each for key, each in value.items() if key != "offload"}
+        value |= {"offloaded_layers": layers} if everything else {}
+    return _WORK(value, where)
+
+
 _PLAN: dict[str, Reader] = {
     "planner": read_string,
     "limits": _read_limits,
     "sharding": _choice(Sharding),
     "reduce": _choice(Reduce),
     "documents": read_integers,
-    "pipelines": _list(_object(Pipeline, stages=_list(_STAGE), rounds=_ROUNDS, actions=_list(_read_row))),
+    "pipelines": _list(_read_pipeline),
 }

@@ -107,9 +107,9 @@ def capacity(plan: Plan) -> None:
     """No rank holds more tokens in a round than its checkpoint allows, documents rounded up to the `pad_multiple`.
 
     A group of degree d with T tokens puts ceil(T / d) on each of its ranks; a rank in several groups holds
-    their sum. Where some layers recompute less, a token takes the memory of both checkpoints in proportion.
+    their sum. Where some layers recompute less, or are offloaded, a token takes the memory of both kinds in proportion.
     """
-    allowed = dict(plan.limits.capacity)
+    allowed, offloaded = dict(plan.limits.capacity), dict(plan.limits.offload_capacity)
     pad = plan.limits.pad_multiple
     for where, stage, share in stage_batches(plan):
         lighter = (share.checkpoint.lighter if share.lighter_layers else None) or share.checkpoint
@@ -118,7 +118,13 @@ def capacity(plan: Plan) -> None:
                 value = f"{place(where)} uses checkpoint {checkpoint}"
                 must = "the limits give a capacity for every checkpoint that is used"
                 raise violation("capacity", value, must, f"choose among {', '.join(allowed)}")
-        most = mixed_capacity(allowed[share.checkpoint], allowed[lighter], share.lighter_layers, stage.layer_count)
+        other, others, also = allowed[lighter], share.lighter_layers, ""
+        if share.lighter_layers:
+            also = f", with {others} layers that recompute less,"
+        elif share.offload:
+            other, others = offloaded.get(share.checkpoint, allowed[share.checkpoint]), share.offloaded_layers
+            also = f", with {others} layers offloaded,"
+        most = mixed_capacity(allowed[share.checkpoint], other, others, stage.layer_count)
         held: dict[int, int] = {}
         for group in share.groups:
             tokens = sum([-(-(stop - start) // pad) for _, start, stop in group.spans]) * pad
@@ -133,7 +139,6 @@ def capacity(plan: Plan) -> None:
             if max(load.values()) > most:
                 rank = next(rank for rank, tokens in load.items() if tokens > most)
                 value = f"{place(where)} puts {load[rank]} tokens on rank {rank}"
-                also = f", with {share.lighter_layers} layers that recompute less," if share.lighter_layers else ""
                 must = f"checkpoint {share.checkpoint}{also} allows {most} tokens per rank and round"
                 way_out = f"spread {load[rank] - most} of them over more ranks or over other rounds"
                 raise violation("capacity", value, must, way_out)
