@@ -245,11 +245,13 @@ class Communication:
         """Bytes per token and GPU that are redistributed, a rank's own share included.
 
         Forward moves q, k, v in and the output out; backward the same again. Recomputing repeats q, k, v, and in full
-        checkpointing the output as well. Every Ulysses rank counts as many query heads as the fullest one has.
+        checkpointing the output as well. Every Ulysses rank counts as many query heads as the fullest one has. Latents
+        go to every rank.
         """
-        query = -(-self.model.heads // shape.ulysses) * shape.ulysses
-        values, _ = attention_exchanges(query, self._kv_heads(shape), checkpoint)
-        return self.model.attention_layers * values * self.model.head_dim * ACTIVATION_BYTES / shape.degree
+        dim, query = self.model.head_dim, -(-self.model.heads // shape.ulysses) * shape.ulysses
+        keys = self.model.latent_values * shape.ulysses if shape.latent else 2 * self._kv_heads(shape) * dim
+        values, _ = attention_exchanges(query * dim, keys, checkpoint)
+        return self.model.attention_layers * values * ACTIVATION_BYTES / shape.degree
 
     def ulysses(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of the all-to-all of heads."""
@@ -306,7 +308,7 @@ class Communication:
         """
         if shape.method != Method.GATHER or shape.ring == 1:
             return 0.0
-        size = self.model.attention_layers * self._kv_values(shape) * KV_GRADIENT_BYTES
+        size = self.model.attention_layers * self._kv_values(shape._replace(latent=False)) * KV_GRADIENT_BYTES
         return size / MIB * self.profile.gathered_us * 1e3
 
     def prefix(self, shape: GroupShape) -> float:
@@ -343,7 +345,9 @@ class Communication:
         return shape.ulysses * kv_heads_per_rank(self.model.heads, self.model.kv_heads, shape.ulysses)
 
     def _kv_values(self, shape: GroupShape) -> float:
-        """Values of K and V per token and layer that a Ulysses rank holds."""
+        """Values of K and V per token and layer that a Ulysses rank holds; with latents, of these."""
+        if shape.latent:
+            return float(self.model.latent_values)
         return 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
 
     # mixers: all ranks of a group exchange tokens for heads, whatever its Ulysses and ring; a convolution fetches a few
@@ -471,9 +475,12 @@ def mixer_passes(checkpoint: Checkpoint) -> int:
     return 3 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 2
 
 
-def attention_exchanges(query: int, kv: int, checkpoint: Checkpoint) -> tuple[int, int]:
-    """(values per token, calls) per layer in and out of attention, forward and backward, with repetitions."""
-    into, out = query + 2 * kv, query
+def attention_exchanges(query: int, keys: int, checkpoint: Checkpoint) -> tuple[int, int]:
+    """(values per token, calls) per layer in and out of attention, forward and backward, with repetitions.
+
+    So many are of queries, and of keys and values, or of what stands in their place.
+    """
+    into, out = query + keys, query
     repeated = {Checkpoint.SELECTIVE: (into, 1), Checkpoint.FULL: (into + out, 2)}
     values, calls = repeated.get(checkpoint, (0, 0))
     return 2 * (into + out) + values, 4 + calls
@@ -507,7 +514,8 @@ def remap_times(
     nic_of = ends // size * cluster.nics_per_node + np.asarray(cluster.nic_of_gpu)[ends % size]
     near = np.stack([np.bincount(end[inside], tokens[inside], cluster.ranks) for end in ends])
     far = np.stack([np.bincount(end[across], tokens[across], nics) for end in nic_of])
-    values, calls = remap_exchanges(links.model, work.remap, work.checkpoint)
+    latent = any(group.latent for group in work.groups)
+    values, calls = remap_exchanges(links.model, work.remap, work.checkpoint, latent)
     link, nic = links.message_ns(values * layers * ACTIVATION_BYTES, "all_to_all")
     time = 0.0
     if move.remote.any():
@@ -518,13 +526,14 @@ def remap_times(
     return round(time), nic_ns.reshape(cluster.nodes, -1), link_ns
 
 
-def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint) -> tuple[int, int]:
+def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint, latent: bool = False) -> tuple[int, int]:
     """(values per moved token, calls) of a layer, forward and backward.
 
-    Around attention: q, k, v in and the output out, like a head exchange. Around the feed-forward: the hidden state
-    in and out; recomputing repeats the way in.
+    Around attention: q, k, v in and the output out, like a head exchange; where some group has latents, these in the
+    place of k and v. Around the feed-forward: the hidden state in and out; recomputing repeats the way in.
     """
     again = checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL)
     if remap == Remap.MLP:
         return (4 + again) * model.hidden, 4 + again
-    return attention_exchanges(*attention_widths(model), checkpoint)
+    query, kv = attention_widths(model)
+    return attention_exchanges(query, model.latent_values if latent else 2 * kv, checkpoint)

@@ -18,6 +18,7 @@ from seqloom.plan.round import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile, Curve
+    from seqloom.cost.shapes import GroupShape
     from seqloom.describe import Cluster, ModelSpec
 
 BACKWARD_FLOPS = 2.5  # attention backward over forward: five products of the same size instead of two
@@ -45,10 +46,11 @@ def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
     and their own part of the feed-forward they save all these tokens, which is as much as all of it for their own.
     """
     query, kv = attention_widths(model)
+    latents = 2 * (model.query_latent + model.latent_values)  # before their norm and after
     mixers, values = frozenset(model.mixer_layers), []
     for layer, (ffn, window) in enumerate(zip(feed_forward_values(model), model.windows, strict=True)):
         attends, mixed = window != 0, model.mixer_values if layer in mixers else 0
-        saved = (2 + 2 * tensor) * model.hidden + attends * (3 * query + 2 * kv) + mixed
+        saved = (2 + 2 * tensor) * model.hidden + attends * (3 * query + 2 * kv + latents) + mixed
         touched = 10 * model.hidden + attends * 2 * (query + kv) + 2 * mixed
         values.append(LayerValues(saved + ffn.saved, touched + ffn.touched))
     return tuple(values)
@@ -204,6 +206,34 @@ class Compute:
             total = total + layers * (area * per_area)
         return total * (4.0 * attention_widths(self.model)[0] * 1e-3 / ring)
 
+    def expansion(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
+        """ns per token of a group and layer of making keys and values from latents, on each of its ranks.
+
+        A rank makes those of its heads for all tokens of the group, by products with a matrix that also copies the
+        rotated key (`attention.latent`): in forward, again in backward, and two more for the gradients; and once more
+        where attention is recomputed.
+        """
+        if not shape.latent:
+            return 0.0
+        products = 5 if checkpoint == Checkpoint.FULL else 4
+        return products * 2 * self._expansion_values(shape) / (self.matmul_tflops * 1e3)
+
+    def unexpanded(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
+        """ns per token of a group and layer of what `linear` counts for the same: the rank that has a token does it."""
+        if not shape.latent:
+            return 0.0
+        products = 3 if checkpoint == Checkpoint.NONE else 4
+        return products * 2 * self.model.expansion_parameters / (shape.degree * self.matmul_tflops * 1e3)
+
+    def expansion_matrix(self, shape: GroupShape) -> float:
+        """ns per round and layer of writing the matrix of `expansion`, in forward and in backward."""
+        return 2 * 2 * self._expansion_values(shape) / self.memory_gb_s if shape.latent else 0.0
+
+    def _expansion_values(self, shape: GroupShape) -> float:
+        """Values of the matrix that a latent is multiplied with, for the heads of the fullest Ulysses rank."""
+        _, kv = attention_widths(self.model)
+        return self.model.latent_values * 2 * kv * (-(-self.model.heads // shape.ulysses) / self.model.heads)
+
     def tensor_sums(self, tensor: int, gathers: int) -> float:
         """ns per token of a rank, all layers, of so many sums per layer: each reads a row of every rank, writes one."""
         touched = gathers * self.model.layers * (tensor + 1) * self.model.hidden if tensor > 1 else 0
@@ -223,7 +253,8 @@ def forward_flops(lengths: np.ndarray, model: ModelSpec) -> np.ndarray:
     tokens = lengths.astype(np.float64)
     pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in Counter(model.masks).items())
     seen = 1.0 if model.causal else 2.0
-    return 2.0 * model.matmul_parameters * tokens + 4.0 * attention_widths(model)[0] * seen * pairs
+    values = model.value_dim / model.head_dim if model.latent else 1.0
+    return 2.0 * model.matmul_parameters * tokens + 2.0 * (1.0 + values) * attention_widths(model)[0] * seen * pairs
 
 
 def causal_area(

@@ -149,7 +149,7 @@ class AnalyticEngine(CostEngine):
             memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners),
             shard_ranks=shards,
             budget_bytes=math.floor(budget * GIB),
-            shapes=with_methods(plain, cluster.gpus_per_node, nics),
+            shapes=with_methods(plain, cluster.gpus_per_node, nics, latent=model.latent > 0),
             policies=tuple(MemoryPolicy(checkpoint, reduce) for reduce in reduces for checkpoint in checkpoints),
             matmul_share=compute.matmul_share,
             solo_time_ratio=profile.solo_time_ratio,
@@ -172,9 +172,10 @@ class AnalyticEngine(CostEngine):
         gather = 0.0 if policy.resident else 2 * self._collective(PARAMETER_BYTES)
         waits = policy.resident or policy.reduce == Reduce.STEP
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
+        matrices = self.model.attention_layers * self.compute.expansion_matrix(shape)
         return {
             "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + exposed * (gather + reduce),
-            "steps": self.model.attention_layers * steps * 1e3 + exposed * ring,
+            "steps": self.model.attention_layers * steps * 1e3 + exposed * ring + matrices,
             "ulysses": self.links.ulysses_latency(cp, traffic, checkpoint)
             + self.links.mixer_latency(shape, traffic, checkpoint),
             "ring": ring,
@@ -230,14 +231,20 @@ class AnalyticEngine(CostEngine):
         return {"linear": (moved, linear - moved), "head": (0.0, head)}
 
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
-        """The heads of the fullest Ulysses rank, and kernel calls."""
+        """The heads of the fullest Ulysses rank, kernel calls, and what making keys from latents takes more there."""
         rings = {shape.ring for shape in shapes}
         all_heads = {ring: self.compute.attention(lengths, ring, policy.checkpoint) for ring in rings}
         rows = []
         for shape in shapes:
             share = -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
             calls = self._kernel_call_ns(lengths, shape.kernel_calls, policy)
-            rows.append(all_heads[shape.ring] * share + calls)
+            row = all_heads[shape.ring] * share + calls
+            if shape.latent:
+                more = self.compute.expansion(shape, policy.checkpoint) - self.compute.unexpanded(
+                    shape, policy.checkpoint
+                )
+                row = row + self.model.attention_layers * more * lengths
+            rows.append(row)
         return np.stack(rows)
 
     def _kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
@@ -249,7 +256,8 @@ class AnalyticEngine(CostEngine):
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns: kernels are called once more and their results merged; gradients of the prefix are added up.
 
-        A rank meets all tokens of the prefix that a layer's mask shows, of its own heads.
+        A rank meets all tokens of the prefix that a layer's mask shows, of its own heads, which it makes from latents
+        once more where these are what the cache has.
         """
         calls = self._kernel_call_ns(prefix, shape.kernel_calls, policy)
         again = 3 / 2 if policy.checkpoint == Checkpoint.FULL else 1.0
@@ -258,7 +266,8 @@ class AnalyticEngine(CostEngine):
             layers * np.minimum(prefix if chunk is None else prefix % chunk, window or np.inf)
             for (window, chunk), layers in self.compute.masks
         )
-        return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(cp_shape(shape, self.tensor)) * met
+        each = self.links.prefix(cp_shape(shape, self.tensor)) + self.compute.expansion(shape, policy.checkpoint)
+        return calls + np.where(prefix > 0, merging, 0.0) + each * met
 
     def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
         """Gradients that were not reduced every round, the sum over replicas, the optimiser, the host."""

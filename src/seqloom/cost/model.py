@@ -283,7 +283,7 @@ class CostModel:
         """The row of the tables that prices a group, and where its messages go."""
         shape = GroupShape(group.ulysses, group.ring, group.method)
         traffic = group_traffic(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
-        return shape._replace(routed=traffic.proxies > 0), traffic
+        return shape._replace(routed=traffic.proxies > 0, latent=group.latent), traffic
 
     def aligned_traffic(self, shape: GroupShape) -> GroupTraffic:
         """Traffic of the shape on any aligned block of the group family."""
@@ -309,7 +309,8 @@ class CostModel:
     def group(self, shape: GroupShape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
         """A group of this shape on these ranks, as planners put it into a plan."""
         own = tuple(ranks)
-        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
+        route = self.route(shape, own)
+        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, route, shape.latent)
 
     # -- rounds, steps and plans ------------------------------------------------
 

@@ -15,7 +15,7 @@ import numpy as np
 from seqloom.plan import Checkpoint, Method, Reduce
 
 if TYPE_CHECKING:
-    from seqloom.plan import GroupFamily
+    from seqloom.plan import Group, GroupFamily
 
 
 class GroupShape(NamedTuple):
@@ -25,6 +25,12 @@ class GroupShape(NamedTuple):
     ring: int
     method: Method = Method.RING  # how ring ranks share keys and values
     routed: bool = False  # whether keys and values cross nodes through all NICs
+    latent: bool = False  # whether latents travel in the place of keys and values (MLA), and every rank expands them
+
+    @classmethod
+    def of(cls, group: Group) -> GroupShape:
+        """The shape of a group."""
+        return cls(group.ulysses, group.ring, group.method, group.route is not None, group.latent)
 
     @property
     def degree(self) -> int:
@@ -46,7 +52,9 @@ class GroupShape(NamedTuple):
         return self.ring if self.ring == 1 or self.overlaps_kv else min(self.ring + 1, 4)
 
     def __str__(self) -> str:
-        kind = ("g" if self.method == Method.GATHER else "") + ("r" if self.routed else "")
+        kind = (
+            ("g" if self.method == Method.GATHER else "") + ("r" if self.routed else "") + ("l" if self.latent else "")
+        )
         return f"{self.ulysses}x{self.ring}{kind}"
 
 
@@ -166,10 +174,13 @@ def _nests(ulysses: int, degree: int, node_size: int) -> bool:
     return degree <= node_size or node_size % ulysses == 0 or ulysses % node_size == 0
 
 
-def with_methods(shapes: Iterable[GroupShape], node_size: int, nics: int) -> tuple[GroupShape, ...]:
+def with_methods(
+    shapes: Iterable[GroupShape], node_size: int, nics: int, latent: bool = False
+) -> tuple[GroupShape, ...]:
     """Add to plain rings every other way to share keys and values: gathers, and routed ones where they leave a node.
 
-    With one NIC near the GPUs of a node there is nothing to spread a route over.
+    With one NIC near the GPUs of a node there is nothing to spread a route over. Of a model with latents, all of them
+    once more with these, one rank included: there it is what a document in pieces leaves for later ones.
     """
     every = []
     for plain in shapes:
@@ -178,7 +189,7 @@ def with_methods(shapes: Iterable[GroupShape], node_size: int, nics: int) -> tup
             every.append(plain._replace(method=Method.GATHER))
             if plain.degree > node_size and nics > 1:
                 every += [plain._replace(method=method, routed=True) for method in Method]
-    return tuple(every)
+    return (*every, *(shape._replace(latent=True) for shape in every if latent))
 
 
 def useful_shapes(tables: Callable[[np.ndarray], CostTables]) -> tuple[GroupShape, ...]:
@@ -220,6 +231,6 @@ def _cover(times: np.ndarray) -> list[int]:
 
 
 def ordered(shapes: Iterable[GroupShape]) -> tuple[GroupShape, ...]:
-    """Sort shapes, each once: degree ascending, Ulysses descending, rings before gathers, direct before routed."""
+    """Sort shapes, each once: degree ascending, Ulysses descending, rings first, direct ones first, latents last."""
     gather = Method.GATHER
-    return tuple(sorted(set(shapes), key=lambda s: (s.degree, -s.ulysses, s.method == gather, s.routed)))
+    return tuple(sorted(set(shapes), key=lambda s: (s.degree, -s.ulysses, s.method == gather, s.routed, s.latent)))

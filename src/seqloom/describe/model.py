@@ -20,6 +20,9 @@ class ModelSpec:
     ``expert_ffn``, of which a token takes ``active_experts``, beside one of width ``shared_ffn`` for all. In
     ``mixer_layers`` a mixer scans the tokens (linear attention, state space, short convolution), beside attention or in
     its place.
+
+    With ``latent`` (latent attention, MLA: DeepSeek) a token has one latent, from which keys and values of all heads
+    are made by a product, and one rotated key, which all heads share: ``rotated`` of the ``head_dim`` of a key.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
@@ -59,6 +62,14 @@ class ModelSpec:
     """Values of a token that go into the convolution and the scan of a mixer and come out."""
     mixer_exchange: int = 0
     """Those of the scan, which a group's ranks exchange for heads; 0: there is a convolution alone."""
+    latent: int = 0
+    """Width of the latent of keys and values; 0: they are made from the hidden state."""
+    rotated: int = 0
+    """Width of the rotated key that stands beside a latent."""
+    value_dim: int = 0
+    """Width of a value head made from a latent, at most ``head_dim``."""
+    query_latent: int = 0
+    """Width of the latent of queries; 0: they are made from the hidden state."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -80,6 +91,7 @@ class ModelSpec:
         self._require(legal, "attention_chunks", rule)
         self._check_experts()
         self._check_mixers()
+        self._check_latents()
 
     def _check_experts(self) -> None:
         if not self.experts:
@@ -103,6 +115,17 @@ class ModelSpec:
         self._require(within, "mixer_exchange", f"must be 0 to {self.mixer_values}, as `mixer_values` says")
         self._require(self.attention_layers >= 1, "windows", "needs a layer with attention")
         self._require(0 not in self.windows or bool(self.mixer_layers), "windows", "holds 0 only beside mixers")
+
+    def _check_latents(self) -> None:
+        if not self.latent:
+            for name in ("rotated", "value_dim", "query_latent"):
+                self._require(not getattr(self, name), name, "needs latent attention: set `latent`, or leave it out")
+            return
+        self._require(self.latent >= 1, "latent", "must be at least 1, or 0 without latent attention")
+        self._require(self.kv_heads == self.heads, "kv_heads", f"must be {self.heads} with `latent`: as many as heads")
+        self._require(0 <= self.rotated < self.head_dim, "rotated", f"must be 0 to {self.head_dim - 1}, part of a key")
+        self._require(1 <= self.value_dim <= self.head_dim, "value_dim", f"must be 1 to {self.head_dim} with `latent`")
+        self._require(self.query_latent >= 0, "query_latent", "must be 0 or more")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
@@ -138,8 +161,22 @@ class ModelSpec:
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of one layer's four attention projections."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        """Weights of one layer's attention projections."""
+        if not self.latent:
+            return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        query, made_from = self.heads * self.head_dim, self.query_latent or self.hidden
+        down = self.hidden * (self.query_latent + self.latent + self.rotated)
+        return down + made_from * query + self.expansion_parameters + self.heads * self.value_dim * self.hidden
+
+    @property
+    def expansion_parameters(self) -> int:
+        """Weights by which a latent is multiplied to keys and values of all heads; 0 without latents."""
+        return self.latent * self.heads * (self.head_dim - self.rotated + self.value_dim)
+
+    @property
+    def latent_values(self) -> int:
+        """Values of a token that are enough to make its keys and values of all heads: latent and rotated key."""
+        return self.latent + self.rotated
 
     @property
     def attention_layers(self) -> int:
@@ -150,22 +187,28 @@ class ModelSpec:
     def tensor_degrees(self) -> tuple[int, ...]:
         """Legal tensor-parallel degrees, ascending: they divide query heads, key/value heads and the feed-forward.
 
-        Experts and mixers are not cut: a model that has some knows degree 1 only.
+        Experts, mixers and latents are not cut: a model that has some knows degree 1 only.
         """
-        if self.experts or self.mixer_layers:
+        if self._uncut:
             return (1,)
         return tuple(t for t in range(1, self.kv_heads + 1) if self.kv_heads % t == 0 and self.ffn % t == 0)
 
     def check_tensor(self, degree: int) -> None:
         """Refuse a tensor degree that heads, widths or experts do not allow."""
         divides = degree >= 1 and self.kv_heads % degree == 0 and self.ffn % degree == 0
-        if degree == 1 or (divides and not self.experts and not self.mixer_layers):
+        if degree == 1 or (divides and not self._uncut):
             return
         legal = self.tensor_degrees
         nearest = min(legal, key=lambda t: (abs(t - degree), t))
         rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and a feed-forward of {self.ffn}"
-        why = "experts are not cut" if self.experts else "mixers are not cut" if self.mixer_layers else rule
+        why = f"{self._uncut} are not cut" if self._uncut else rule
         raise SeqloomError(f"model {self.name}: tensor degree {degree}; {why}; use {nearest}")
+
+    @property
+    def _uncut(self) -> str:
+        """What a layer has that tensor ranks do not share."""
+        kinds = {"experts": self.experts, "mixers": self.mixer_layers, "latents": self.latent}
+        return next((name for name, present in kinds.items() if present), "")
 
     def layer_parameters(self, layer: int, tensor: int = 1) -> int:
         """Parameters of layer ``layer``, all experts included; of each rank where ``tensor`` ranks share it.

@@ -9,8 +9,9 @@
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
 A round whose activations are offloaded to CPU memory has `"offload": true` beside its checkpoint, and one whose last
-layers recompute less has `"lighter_layers": 5`. `actions` has one row per pipeline rank: the distinct `ranks` of the
-stages, in the order in which these name them. Reading is strict, see `seqloom.reader`.
+layers recompute less has `"lighter_layers": 5`. A group in which latents travel has `"latent": true`. `actions` has one
+row per pipeline rank: the distinct `ranks` of the stages, in the order in which these name them. Reading is strict, see
+`seqloom.reader`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ VERSION = 1
 KEYS_OF_LIMITS = {"pad_multiple": "granule"}
 """Attributes of `Limits` that have another name in files."""
 
-OPTIONAL = ("offload", "lighter_layers")
-"""Attributes of a `StageMicroBatch` that files leave out where they are false or 0."""
+OPTIONAL: dict[type[Any], tuple[str, ...]] = {StageMicroBatch: ("offload", "lighter_layers"), Group: ("latent",)}
+"""Attributes that files leave out where they are false or 0."""
 
 _CONTENT = ("limits", "sharding", "reduce", "documents", "pipelines")
 _OBJECTS = (Group, StageMicroBatch, Route, Stage, Pipeline, Limits)
@@ -81,10 +82,9 @@ def _plain(value: Any) -> Any:
     fields = {KEYS_OF_LIMITS.get(name, name): getattr(value, name) for name in value.__slots__}
     if isinstance(value, Pipeline):
         fields["actions"] = [" ".join(map(str, row)) for row in value.actions]
-    if isinstance(value, StageMicroBatch):
-        for name in OPTIONAL:
-            if not fields[name]:
-                del fields[name]
+    for name in OPTIONAL.get(type(value), ()):
+        if not fields[name]:
+            del fields[name]
     return fields
 
 
@@ -178,16 +178,18 @@ def _read_layout(value: Any, where: str) -> Layout:
 _STAGE = _object(Stage, ranks=read_integers, layers=_read_layers, tensor=read_integer)
 _GROUP = _object(
     Group,
+    OPTIONAL[Group],
     ranks=read_integers,
     ulysses=read_integer,
     ring=read_integer,
     method=_choice(Method),
     route=_or_null(_object(Route, proxies=read_integers, slices=read_integer)),
     spans=_list(_read_span),
+    latent=read_bool,
 )
 _WORK = _object(
     StageMicroBatch,
-    OPTIONAL,
+    OPTIONAL[StageMicroBatch],
     checkpoint=_choice(Checkpoint),
     groups=_list(_GROUP),
     attention=_or_null(_read_layout),

@@ -20,7 +20,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function
 
-from seqloom.attention import AttentionSpec, attention
+from seqloom.attention import AttentionSpec, attention, latent_attention
+from seqloom.attention.plan import has_latents
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.checks import (
@@ -36,6 +37,13 @@ from seqloom.integrations.transformers.checks import (
     routers_of,
     unwrap,
 )
+from seqloom.integrations.transformers.latents import (
+    attach_latents,
+    expand,
+    hands_on_latents,
+    is_latent,
+    latent_shape,
+)
 from seqloom.integrations.transformers.layers import MLP_NAMES, RouterHooks, remap_layers, router_layers, tp_layers
 from seqloom.integrations.transformers.mixers import attach_mixers, is_mixer
 from seqloom.integrations.transformers.parts import (
@@ -47,6 +55,7 @@ from seqloom.integrations.transformers.parts import (
 )
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
+from seqloom.models.compile import handle_object
 from seqloom.models.dropout import plan_dropout
 from seqloom.models.layer_wrapper import ROUTER_LOSS, LayerWrapper
 from seqloom.models.loss import PRODUCTS, Logits
@@ -82,8 +91,9 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
     """Make a language model compute its attention with the engine, and return it.
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
-    replaced but the `forward` of dropout modules and their layers, and of mixers that scan; switching to another name
-    undoes the rest. From now on every call needs a context: see `inputs`. What `check` refuses is refused here.
+    replaced but the `forward` of dropout modules and their layers, and of mixers that scan, and what makes keys and
+    values from latents; switching to another name undoes the rest. From now on every call needs a context: see
+    `inputs`. What `check` refuses is refused here.
 
     Args:
         longest: tokens of the longest document of the run, for a model whose rotary embedding follows the longest
@@ -103,6 +113,7 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
             "attention up by name; use a model that does"
         )
     attach_mixers(causal, NAME)
+    attach_latents(causal, NAME)
     if planned_dropouts(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
     if has_router_loss(causal) and router_loss_of(causal) is None:
@@ -230,13 +241,15 @@ def attention_spec(module: nn.Module) -> AttentionSpec | None:
     dim = next((value for name in names if (value := getattr(module, name, None))), None)
     if not (isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float)):
         return None
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads, latent = getattr(config, "num_key_value_heads", None) or heads, 0
+    if is_latent(module):
+        kv_heads, latent = heads, latent_shape(module).row
     layer = getattr(module, "layer_idx", None)
     wider = max(dim, getattr(module, "v_head_dim", None) or dim)
     softcap = getattr(module, "attn_logit_softcapping", None)
     window, chunk = _config_window(module, layer), _config_chunk(module, layer)
     causal = all(getattr(each, "is_causal", True) is not False for each in (config, module))
-    return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk, causal)
+    return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk, causal, latent)
 
 
 # What transformers calls instead of its own attention.
@@ -291,7 +304,8 @@ def attention_function(
     Args:
         module: the layer's attention.
         query: [1, heads, tokens, dim].
-        key, value: [1, kv_heads, tokens, dim], one per kv head.
+        key, value: [1, kv_heads, tokens, dim], one per kv head; of a module that hands on latents, these [1, 1, tokens,
+            width], and its rotated keys.
         attention_mask: what `mask_function` gives.
         scaling: logits are multiplied by it.
         dropout: refused by the engine unless 0.
@@ -320,21 +334,56 @@ def attention_function(
     _check_chunk(module, chunk, compiled=compiled)
     options: dict[str, Any] = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout}
     options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk, "causal": causal}
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
-        return attention(q, k, v, seqloom_context, **options)[None], None
-    rows = seqloom_context.tokens
-    if len(q) != max(rows, 1):
+    if isinstance(seqloom_context, torch.Tensor):
+        if hands_on_latents(module):
+            return _outside_graph(module, query, key, value, seqloom_context, options)[None], None
+        q, k, v = map(_token_rows, (query, key, value))
+        return attention(q, k, v, seqloom_context, **options)[None], None  # the operator counts the rows
+    _check_rows(query, seqloom_context)
+    _check_position_ids(keywords.get("position_ids"), seqloom_context)
+    return _attend(module, query, key, value, seqloom_context, options)[None], None
+
+
+def _token_rows(x: torch.Tensor) -> torch.Tensor:
+    """[1, heads, tokens, dim] -> [tokens, heads, dim]."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: Context, options: dict[str, Any]
+) -> torch.Tensor:
+    """Return the attention of this rank's tokens, with the row of `pad_empty`; its latents may travel."""
+    latent = hands_on_latents(module)
+    travels = latent and has_latents(context)
+    if latent and not travels:
+        key, value = expand(module, key, value)
+    q, k, v = (drop_padding(_token_rows(x), context.tokens) for x in (query, key, value))
+    if _counts_rows(module):
+        q = _at_positions(module, q, context.positions)
+    options = options | {"layer": getattr(module, "layer_idx", None)}
+    if not travels:
+        return pad_empty(attention(q, k, v, context, **options))
+    rows, weight = torch.cat((k, v), dim=-1).squeeze(1).to(q.dtype), module.kv_b_proj.weight.to(q.dtype)
+    return pad_empty(latent_attention(q, rows, weight, latent_shape(module), context, **options))
+
+
+@torch.compiler.disable
+def _outside_graph(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, options: Any
+) -> torch.Tensor:
+    """Attend in a compiled layer, which is cut here: whether latents travel is not known when it is compiled."""
+    context = handle_object(handle).context
+    _check_rows(query, context)
+    return _attend(module, query, key, value, context, options)
+
+
+def _check_rows(query: torch.Tensor, context: Context) -> None:
+    """Refuse another number of tokens than this rank's."""
+    if query.shape[2] != max(context.tokens, 1):
         raise SeqloomError(
-            f"{len(q)} tokens in the model call: rank {seqloom_context.rank} holds {rows} tokens in this "
+            f"{query.shape[2]} tokens in the model call: rank {context.rank} holds {context.tokens} tokens in this "
             f"round; pass the ids of context.spans: {CALL}"
         )
-    _check_position_ids(keywords.get("position_ids"), seqloom_context)
-    q, k, v = (drop_padding(x, rows) for x in (q, k, v))
-    if _counts_rows(module):
-        q = _at_positions(module, q, seqloom_context.positions)
-    out = attention(q, k, v, seqloom_context, **options, layer=getattr(module, "layer_idx", None))
-    return pad_empty(out)[None], None
 
 
 def _check_call(

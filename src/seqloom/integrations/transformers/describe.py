@@ -22,6 +22,7 @@ from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
 from seqloom.integrations.transformers.checks import FEED_FORWARD_TYPES, decoder_layers, decoder_of, unwrap
+from seqloom.integrations.transformers.latents import is_latent, latent_shape
 from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, scanned_values
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -120,6 +121,7 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
         attention_chunks=chunks if any(chunks) else (),
         **({} if not sparse else _experts(causal.config, parts[sparse[0]], tuple(sparse))),
         **_mixers(layers),
+        **_latents(layers),
     )
 
 
@@ -180,6 +182,20 @@ def _mixers(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
         "mixer_parameters": max(sum(each.numel() for each in mixer.parameters()) for mixer in found.values()),
         "mixer_values": max(map(convolved_values, found.values())) + max(map(scanned_values, found.values())),
         "mixer_exchange": max(map(scanned_values, found.values())),
+    }
+
+
+def _latents(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
+    """Return the fields of latent attention, of the first module that has it."""
+    module: Any = next((each for layer in layers for each in layer.modules() if is_latent(each)), None)
+    if module is None:
+        return {}
+    latent, rotated, _, values = latent_shape(module)
+    return {
+        "latent": latent,
+        "rotated": rotated,
+        "value_dim": values,
+        "query_latent": getattr(module, "q_lora_rank", None) or 0,
     }
 
 

@@ -204,7 +204,8 @@ def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraff
     """Rings and gathers of any size, with any Ulysses inside, each with traffics no worse than that of any placement.
 
     Above ``EVERY_SIZE`` ranks, of any size up to two nodes, then over whole nodes, four sizes per doubling. Without
-    constants of links, the profile's own shapes. Where tensor-parallel groups split weights, of whole teams.
+    constants of links, the profile's own shapes. Where tensor-parallel groups split weights, of whole teams. Of a model
+    with latents, all of them once more with these.
     """
     if cost.engine.links is None:
         return [(shape, (cost.aligned_traffic(shape),)) for shape in cost.shapes]
@@ -219,7 +220,8 @@ def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraff
                     shape = GroupShape(ulysses, degree // ulysses, method)
                     traffics = _least_traffics(shape, cost)
                     found += [(shape, traffics)] * bool(traffics)
-    return found
+    latents = [(shape._replace(latent=True), traffics) for shape, traffics in found if cost.model.latent]
+    return found + latents
 
 
 def _grid(most: int) -> list[int]:
@@ -290,6 +292,7 @@ def remap_transfer_ns(cost: CostModel, links: Communication, policy: MemoryPolic
 
     Where a shard group has several nodes, part of a rank's tokens may use the network beside the rest on NVLink.
     """
-    values, _ = remap_exchanges(cost.model, remap, policy.checkpoint)
+    forms = (False, True) if cost.model.latent else (False,)
+    values = min(remap_exchanges(cost.model, remap, policy.checkpoint, latent)[0] for latent in forms)
     near, far = links.message_ns(values * cost.model.layers * ACTIVATION_BYTES, "all_to_all")
     return near if cost.shard_group_size <= cost.node_size else near * far / (near + far)

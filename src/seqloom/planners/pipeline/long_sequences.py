@@ -118,7 +118,12 @@ class DocumentCosts:
         return rows[int(streams.max(axis=0).argmin())]
 
     def _shapes_of(self, degree: int) -> list[int]:
-        return [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+        """Shapes of groups for documents in pieces: those that keep latents, where the model has some.
+
+        Keys and values made from them would take tens of times their memory until the last piece is done.
+        """
+        every = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+        return [s for s in every if self.shapes[s].latent] or every
 
 
 def _prefix_rates(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> list[float]:

@@ -404,7 +404,7 @@ class PipelineSearch:
         shapes = stage_group_shapes(self.cost, self.layout)
         whole = max(shape.degree for shape in shapes) * max(tokens for _, tokens in self.limits.capacity)
         in_pieces = [
-            self._longest_in_pieces(Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, ()), policy)
+            self._longest_in_pieces(self.cost.group(shape, range(shape.degree), ()), policy)
             for policy in self.policies
             for shape in shapes
         ]
