@@ -311,7 +311,7 @@ def attention_function(
         dropout: refused by the engine unless 0.
         softcap: of the logits.
         is_causal: what the mask says already.
-        seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle.
+        seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle, twice if latents travel.
         keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this
             layer sees, itself included, `s_aux` are sinks, a logit for every head.
 
@@ -336,7 +336,9 @@ def attention_function(
     options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk, "causal": causal}
     if isinstance(seqloom_context, torch.Tensor):
         if hands_on_latents(module):
-            return _outside_graph(module, query, key, value, seqloom_context, options)[None], None
+            if len(seqloom_context) > 1:
+                return _outside_graph(module, query, key, value, seqloom_context, options)[None], None
+            key, value = expand(module, key, value)
         q, k, v = map(_token_rows, (query, key, value))
         return attention(q, k, v, seqloom_context, **options)[None], None  # the operator counts the rows
     _check_rows(query, seqloom_context)
@@ -371,7 +373,7 @@ def _attend(
 def _outside_graph(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, options: Any
 ) -> torch.Tensor:
-    """Attend in a compiled layer, which is cut here: whether latents travel is not known when it is compiled."""
+    """Attend in a compiled layer, which is cut here, where latents travel: the operator of attention knows none."""
     context = handle_object(handle).context
     _check_rows(query, context)
     return _attend(module, query, key, value, context, options)
