@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.plan import Checkpoint, Remap
-from support.model_steps import assert_near, run, steps, summed
+from support.model_steps import assert_near, run_step, steps, summed
 from support.tiny_models import HYBRIDS, documents, gradients, one_by_one, tiny_model
 
 torch.set_num_threads(1)
@@ -46,6 +46,6 @@ def test_loss_and_gradients_equal_those_of_plain_transformers(plain_scans, name,
     with plain_scans(plain) if dtype == torch.float64 else nullcontext():
         logits = one_by_one(plain, ids)
     wanted = gradients(plain)
-    found = run(model, ids, rounds, ranks, keep, remap)
+    found = run_step(model, ids, rounds, ranks, keep, remap)
     tolerance = TOLERANCE.get((name, dtype)) or TOLERANCE.get(dtype) or TOLERANCE["others"]
     assert_near(found, (summed(logits, ids), wanted), tolerance)

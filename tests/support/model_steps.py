@@ -55,7 +55,7 @@ def moved(groups, remap, ranks):
     return replace(work, linear=Layout.of(boxes), remap=remap)
 
 
-def run(model, ids, rounds, ranks, keep, remap):
+def run_step(model, ids, rounds, ranks, keep, remap):
     """Return the loss and the gradients of a step, summed over ranks; every rank has all of them."""
     models = [attach(copy.deepcopy(model)) for _ in range(ranks)]
     pieces = tuple(span for groups in rounds for group in groups for span in group.spans if span.document == 0)

@@ -15,7 +15,7 @@ from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.float8 import use_float8
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
-from support.model_steps import assert_near, run, summed
+from support.model_steps import assert_near, run_step, summed
 from support.tiny_models import LATENTS, MODELS, documents, gradients, one_by_one, targets, tiny_model
 
 torch.set_num_threads(1)
@@ -121,5 +121,5 @@ def test_plans_without_latents_leave_the_model_its_own_method(monkeypatch):
     for latent, times in ((False, 4), (True, 0)):
         called.clear()
         work = [(Group(groups.ranks, 2, 1, groups.spans, latent=latent),)]
-        run(model, ids, work, 2, Checkpoint.NONE, None)
+        run_step(model, ids, work, 2, Checkpoint.NONE, None)
         assert len(called) == times  # two layers on two ranks
