@@ -351,13 +351,25 @@ class Communication:
         return 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
 
     # mixers: all ranks of a group exchange tokens for heads, whatever its Ulysses and ring; a convolution fetches a few
-    # rows only
+    # rows only, before each run of tokens that a rank holds
 
     def mixers(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of what goes into the scans of mixers and comes out, which a recomputed layer repeats."""
         values = mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_exchange
         message = values * ACTIVATION_BYTES / shape.degree**2
         return direct_flow(traffic.everyone, *self.message_ns(message, "all_to_all"))
+
+    def halo(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
+        """ns per document of the rows before a rank's runs of tokens.
+
+        A ring index has two of them, which an even number of Ulysses ranks share without cutting one.
+        """
+        if shape.degree == 1:
+            return Flow()
+        runs = 2 if shape.ring > 1 and shape.ulysses % 2 else 1
+        values = runs * mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_halo
+        link, nic = self.message_ns(values * ACTIVATION_BYTES, "all_to_all")
+        return Flow(nic, nic, 0.0) if traffic.everyone.node_out else Flow(link, 0.0, link)
 
     def mixer_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
         """ns per round: in every pass a convolution's halo, a scan's exchange in and one out."""

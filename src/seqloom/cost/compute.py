@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from seqloom.cost.shapes import GroupShape
 from seqloom.plan import Checkpoint
 from seqloom.plan.round import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile, Curve
-    from seqloom.cost.shapes import GroupShape
     from seqloom.describe import Cluster, ModelSpec
 
 BACKWARD_FLOPS = 2.5  # attention backward over forward: five products of the same size instead of two
 OPTIMISER_TRAFFIC = 30  # bytes per parameter: read gradient, master, two moments; write the last three, bf16
 LOGIT_BYTES = 16  # per vocabulary entry and token: logits out, float32 softmax, gradient back
+SCAN_EFFICIENCY = 0.08
+"""Of the rate of large matrix products, what the small ones of a scan reach. No profile has a figure of its own: the
+gated delta rule of flash-linear-attention is published with 3.7 ns for a token and head of 128 on H100, forward, which
+is 49 TFLOP/s."""
 
 
 class LayerValues(NamedTuple):
@@ -142,6 +146,16 @@ class Compute:
             profile.float8_speedup if float8 else 1.0,
         )
 
+    def scan(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
+        """ns per token of a group of what mixers scan, on the rank with most heads; a backward is twice a forward."""
+        model = self.model
+        share = 1 / shape.degree
+        if model.mixer_heads:
+            share = -(-model.mixer_heads // shape.degree) / model.mixer_heads
+        passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
+        operations = passes * len(model.mixer_layers) * model.mixer_flops * share
+        return operations / (SCAN_EFFICIENCY * self.matmul_tflops * 1e3)
+
     def linear(self, checkpoint: Checkpoint) -> float:
         """ns per token on one rank for all layers, forward and backward, with recomputation."""
         return self._layers_ns(self._matmul_parameters, layer_values(self.model), checkpoint)
@@ -177,7 +191,8 @@ class Compute:
         """
         touched = sum(layer.touched for layer in layer_values(self.model))
         products, moves = self._matmul_parameters / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
-        return products / (self._product_time_ratio(3) * products + moves)
+        scans = self.scan(GroupShape(1, 1), Checkpoint.NONE) / 6  # half of a forward, like the others
+        return products / (self._product_time_ratio(3) * products + moves + scans)
 
     def head(self) -> float:
         """ns per token of the vocabulary projection and the loss, whose chunks are never recomputed."""

@@ -82,6 +82,14 @@ class CostEngine(ABC):
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
         """float64[shapes, n] ns of each document on the rank of a group that has most heads."""
 
+    def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """ns of a document, or a piece of one, on the links, however many tokens it has; parts are those of tokens."""
+        return {}
+
+    def scan_token_ns(self, policy: MemoryPolicy) -> float:
+        """ns per token of a rank, of the part ``linear``, that stays where attention has the token: scans."""
+        return 0.0
+
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns that so many tokens in front of a piece cost, beyond the query-key pairs that it reads."""
         return np.zeros(len(prefix))
@@ -192,13 +200,25 @@ class AnalyticEngine(CostEngine):
         rates = self.prefix_token_ns(shape, policy, traffic)
         rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
         return rates | {
-            "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree,
+            "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree
+            + self.compute.scan(shape, policy.checkpoint),
             "head": self.compute.head() / shape.degree,
             "ulysses": ulysses.time + mixers.time,
             "network": ulysses.network + kv.network + tensor.network + mixers.network,
             "link": ulysses.link + kv.link + tensor.link + mixers.link,
             "tensor": tensor.time,
         }
+
+    def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """Halos of convolutions."""
+        if not self.model.mixer_halo:
+            return {}
+        time, network, link = self.links.halo(shape, traffic, policy.checkpoint)
+        return {"ulysses": time, "network": network, "link": link}
+
+    def scan_token_ns(self, policy: MemoryPolicy) -> float:
+        """On one rank."""
+        return self.compute.scan(GroupShape(1, 1), policy.checkpoint)
 
     def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
         """Keys and values in front of a piece are shared again, like those of the piece, and gradients sent back."""
@@ -223,12 +243,13 @@ class AnalyticEngine(CostEngine):
         return links.ulysses(cp, *seen), links.kv(cp, *seen), links.tensor(shape, *seen), links.mixers(shape, *seen)
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
-        """Around attention all linear layers move, around the feed-forward only these."""
+        """Around attention all linear layers move, around the feed-forward only these; scans stay."""
         linear, head = self.compute.linear(policy.checkpoint), self.compute.head()
+        scan = self.scan_token_ns(policy)
         if remap == Remap.ATTENTION:
-            return {"linear": (linear, 0.0), "head": (head, 0.0)}
+            return {"linear": (linear, scan), "head": (head, 0.0)}
         moved = self.compute.feed_forward(policy.checkpoint)
-        return {"linear": (moved, linear - moved), "head": (0.0, head)}
+        return {"linear": (moved, linear - moved + scan), "head": (0.0, head)}
 
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
         """The heads of the fullest Ulysses rank, kernel calls, and what making keys from latents takes more there."""

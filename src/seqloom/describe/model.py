@@ -62,6 +62,12 @@ class ModelSpec:
     """Values of a token that go into the convolution and the scan of a mixer and come out."""
     mixer_exchange: int = 0
     """Those of the scan, which a group's ranks exchange for heads; 0: there is a convolution alone."""
+    mixer_heads: int = 0
+    """Heads of the scan; 0: any number of ranks share it evenly."""
+    mixer_flops: int = 0
+    """Operations of the convolution and the scan on a token, forward."""
+    mixer_halo: int = 0
+    """Values of the tokens before a run of tokens that its convolution reads."""
     latent: int = 0
     """Width of the latent of keys and values; 0: they are made from the hidden state."""
     rotated: int = 0
@@ -113,6 +119,9 @@ class ModelSpec:
             self._require((getattr(self, name) >= 1) == bool(self.mixer_layers), name, rule)
         within = 0 <= self.mixer_exchange <= self.mixer_values
         self._require(within, "mixer_exchange", f"must be 0 to {self.mixer_values}, as `mixer_values` says")
+        for name in ("mixer_heads", "mixer_flops", "mixer_halo"):
+            known = getattr(self, name) >= 0 and (bool(self.mixer_layers) or not getattr(self, name))
+            self._require(known, name, "must be 0 or more, and is 0 without `mixer_layers`")
         self._require(self.attention_layers >= 1, "windows", "needs a layer with attention")
         self._require(0 not in self.windows or bool(self.mixer_layers), "windows", "holds 0 only beside mixers")
 

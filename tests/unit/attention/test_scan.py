@@ -2,25 +2,32 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from seqloom.attention import KVCache
 from seqloom.attention.context_parallel.scan_states import DocumentPiece, ScanStates, StateKey
+from seqloom.attention.halo import convolve_documents
 from seqloom.attention.linear_attention import decayed_linear_attention
 from seqloom.attention.scan import scan_documents
 from seqloom.cost import CostModel, GroupShape
+from seqloom.cost.communication import GroupTraffic
+from seqloom.cost.compute import SCAN_EFFICIENCY
 from seqloom.cost.plan_cost import round_times
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.dist import SingleRankTransport, bind, bind_single_rank, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, StageMicroBatch
+from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
+from seqloom.planners.bounds import lower_bound
+from seqloom.planners.registry import PlannerChoice
 from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 PIECE = DocumentPiece(StateKey(3, "sum", 0), 0, last=False)
 MIXERS = {"mixer_layers": (1,), "mixer_parameters": 1}
+SIZES = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, "ffn": 64, "gated": True}
 
 
 def running_sum(given):
@@ -88,15 +95,76 @@ def test_the_cost_model_counts_the_bytes_that_are_sent():
 
 
 def test_every_nic_of_a_group_carries_what_its_ranks_exchange():
-    sizes = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, "ffn": 64, "gated": True}
-    plain = ModelSpec("m", **sizes, vocabulary=9, tied=True)
-    mixed = replace(plain, **MIXERS, mixer_values=10_000, mixer_exchange=10_000)
+    plain = ModelSpec("m", **SIZES, vocabulary=9, tied=True)
+    with_mixer = replace(plain, **MIXERS, mixer_values=10_000, mixer_exchange=10_000)
     work = StageMicroBatch((Group(tuple(range(4)), 2, 2, (Span(0, 0, 4096),)),), Checkpoint.NONE)
     taken = []
-    for spec in (plain, mixed):
+    for spec in (plain, with_mixer):
         cost = CostModel(Cluster.parse("2x2xH200"), spec)
         taken.append(round_times(cost, work, cost.policies[0]).nic_ns)
     assert (taken[1] > taken[0]).all(), taken
+
+
+def mixed(**fields):
+    """A model with one mixer."""
+    return ModelSpec("m", **SIZES, vocabulary=9, tied=True, **MIXERS, mixer_values=64, **fields)
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(4, 1), (1, 4), (2, 2)])
+def test_the_cost_model_counts_the_rows_before_runs_of_tokens(ulysses, ring):
+    """A convolution of four tokens over 8 channels: three rows before each run, and their gradients back."""
+    tokens, group = 64, Group(tuple(range(4)), ulysses, ring, (Span(0, 0, 64),))
+    cost, shape = CostModel(Cluster.parse("1x4xH200"), mixed(mixer_halo=3 * 8)), GroupShape(ulysses, ring)
+    flow = cost.links.halo(shape, cost.aligned_traffic(shape), Checkpoint.NONE)
+    near, _ = cost.links.message_ns(1.0, "all_to_all")
+
+    def body(transport):
+        counting = CountingTransport(transport)
+        x = torch.randn(tokens // 4, 8).bfloat16().requires_grad_()
+        context = bind(StageMicroBatch((group,), Checkpoint.NONE), counting)
+        convolve_documents(lambda rows: rows * 2, x, 3, context, layer=0, name="x").sum().backward()
+        return counting.traffic("exchange").bytes
+
+    assert round(flow.link / near) == max(run_ranks(4, body))
+    plain = CostModel(Cluster.parse("1x4xH200"), mixed())
+    policy, lengths = cost.policies[0], [0, 64, 4096]
+    more = cost.tables(lengths, policy, (shape,)).cost - plain.tables(lengths, policy, (shape,)).cost
+    assert more[0, 0].tolist() == [0, round(flow.time), round(flow.time)]  # however long a document is
+    pieces = [cost.group(shape, range(4), (Span(0, a, b),)) for a, b in ((0, 2000), (2000, 4096))]
+    whole, *parts = (
+        cost.group_cost(g, policy).ulysses for g in (cost.group(shape, range(4), (Span(0, 0, 4096),)), *pieces)
+    )
+    latency = cost.group_cost(cost.group(shape, range(4), ()), policy).ulysses
+    assert abs(sum(parts) - 2 * latency - (whole - latency + flow.time)) <= 2  # once more for the second piece
+
+
+def test_a_scan_is_priced_by_the_rank_with_most_heads():
+    cost = CostModel(Cluster.parse("1x8xH200"), mixed(mixer_exchange=64, mixer_heads=4, mixer_flops=10**6))
+    compute = cost.engine.compute
+    one = 3 * 10**6 / (SCAN_EFFICIENCY * compute.matmul_tflops * 1e3)
+    for ulysses, ring, share in ((1, 1, 1), (2, 1, 1 / 2), (1, 3, 1 / 2), (4, 1, 1 / 4), (1, 8, 1 / 4)):
+        assert compute.scan(GroupShape(ulysses, ring), Checkpoint.NONE) == pytest.approx(one * share)
+    assert compute.scan(GroupShape(1, 1), Checkpoint.FULL) == pytest.approx(one * 4 / 3)
+    plain = CostModel(Cluster.parse("1x8xH200"), mixed(mixer_exchange=64))
+    rates = [
+        each.engine.token_ns(GroupShape(1, 1), each.policies[0], GroupTraffic())["linear"] for each in (cost, plain)
+    ]
+    assert rates[0] - rates[1] == pytest.approx(one)
+    moved = [each.engine.layout_token_ns(each.policies[0], Remap.ATTENTION)["linear"] for each in (cost, plain)]
+    assert moved[0] == (moved[1][0], pytest.approx(one)) and moved[1][1] == 0  # a scan stays with attention's tokens
+    assert cost.engine.matmul_share < plain.engine.matmul_share
+
+
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_no_plan_is_below_the_bound(sharding):
+    lengths = np.array([700, 90, 4000, 12_000, 300, 2500])
+    fields = {"mixer_parameters": 10**7, "mixer_values": 40_000, "mixer_exchange": 16_000, "mixer_heads": 6}
+    fields |= {"mixer_layers": tuple(range(0, 28, 2)), "mixer_flops": 10**7, "mixer_halo": 9000}
+    model = replace(ModelSpec.load("qwen3-0.6b"), **fields)
+    cost = CostModel(Cluster.parse("2x4xH100"), model, sharding=sharding, capacity=4096)
+    for name in ("static:4", "flex", "zones", "auto"):
+        plan = PlannerChoice(name).plan(lengths, cost)
+        assert lower_bound(lengths, cost) <= cost.plan_ns(plan)
 
 
 @pytest.mark.parametrize("delta_rule", [True, False])

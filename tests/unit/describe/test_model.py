@@ -141,6 +141,8 @@ def test_attention_chunks():
         ({**MIXERS, "mixer_layers": (4,)}, "rises within 0 to 3"),
         ({**MIXERS, "mixer_values": 0}, "mixer_values = 0; it must be at least 1"),
         ({**MIXERS, "mixer_exchange": 17}, "mixer_exchange = 17; it must be 0 to 16"),
+        ({"mixer_halo": 3}, "mixer_halo = 3; it must be 0 or more, and is 0 without `mixer_layers`"),
+        ({**MIXERS, "mixer_flops": -1}, "mixer_flops = -1; it must be 0 or more"),
         ({**MIXERS, "mixer_layers": ()}, "mixer_parameters = 40; it must be at least 1 with `mixer_layers`"),
         ({"rotated": 2}, "rotated = 2; it needs latent attention: set `latent`"),
         ({**LATENTS, "kv_heads": 2}, "kv_heads = 2; it must be 8 with `latent`"),

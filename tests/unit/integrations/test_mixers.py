@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 from seqloom.attention import KVCache
+from seqloom.attention.linear_attention import CHUNK, decayed_linear_attention
 from seqloom.dist import SingleRankTransport, bind, bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, inputs, mixers, model_adapter
@@ -83,6 +85,27 @@ def test_the_shapes_are_those_of_the_model(name, monkeypatch):
     outside = spec.vocabulary * spec.hidden * (1 if spec.tied else 2)
     own = attending + feed_forward + outside + len(scanning) * spec.mixer_parameters
     assert spec.parameters() == pytest.approx(own, abs=10 * spec.hidden)  # norms
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "bamba"])
+def test_the_operations_are_those_of_the_chunked_scan(name):
+    """Counted in our own scan, whose triangular system is one solve: kernels multiply with its inverse instead."""
+    model = tiny_model(name, **({"mamba_chunk_size": CHUNK} if name == "bamba" else {}))
+    mixer = next(each for each in model.modules() if mixers.is_mixer(each))
+    spec = describe_model(attach(model), name)
+    heads, delta = spec.mixer_heads, name == "qwen3-next"
+    key, value = (mixer.head_k_dim, mixer.head_v_dim) if delta else (mixer.ssm_state_size, mixer.head_dim)
+    q, k, v, g = (torch.randn(heads, CHUNK, *width) for width in ((key,), (key,), (value,), ()))
+    with FlopCounterMode(display=False) as counter:
+        decayed_linear_attention(q, k, v, -g.abs(), g.sigmoid() if delta else None)
+    shared = (
+        0 if delta else (heads - mixer.n_groups) * 2 * CHUNK * key
+    )  # keys and queries of a group are multiplied once
+    inverse = heads * 2 * CHUNK * (key + value) if delta else 0
+    (convolution,) = (each for each in mixer.modules() if isinstance(each, torch.nn.Conv1d))
+    convolved = 2 * convolution.kernel_size[0] * convolution.out_channels
+    assert spec.mixer_flops - convolved == counter.get_total_flops() // CHUNK + inverse - shared
+    assert spec.mixer_halo == (convolution.kernel_size[0] - 1) * convolution.out_channels
 
 
 def test_tensor_parallelism_is_refused():

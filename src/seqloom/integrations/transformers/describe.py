@@ -23,7 +23,7 @@ from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
 from seqloom.integrations.transformers.checks import FEED_FORWARD_TYPES, decoder_layers, decoder_of, unwrap
 from seqloom.integrations.transformers.latents import is_latent, latent_shape
-from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, scanned_values
+from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, mixer_costs, scanned_values
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
@@ -177,11 +177,15 @@ def _mixers(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
     found = {n: each for n, layer in enumerate(layers) for each in layer.modules() if is_mixer(each)}
     if not found:
         return {}
+    largest = max(map(mixer_costs, found.values()), key=lambda each: each.flops)
     return {
         "mixer_layers": tuple(found),
         "mixer_parameters": max(sum(each.numel() for each in mixer.parameters()) for mixer in found.values()),
         "mixer_values": max(map(convolved_values, found.values())) + max(map(scanned_values, found.values())),
         "mixer_exchange": max(map(scanned_values, found.values())),
+        "mixer_heads": largest.heads,
+        "mixer_flops": largest.flops,
+        "mixer_halo": largest.halo,
     }
 
 

@@ -15,14 +15,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import softplus
 
 from seqloom.attention.halo import convolve_documents
-from seqloom.attention.linear_attention import decayed_linear_attention
+from seqloom.attention.linear_attention import CHUNK, decayed_linear_attention
 from seqloom.attention.scan import PackedDocuments, scan_documents
 from seqloom.dist import Context
 from seqloom.errors import SeqloomError
@@ -57,6 +57,35 @@ def scanned_values(mixer: Any) -> int:
     repeated = 2 * (heads // mixer.num_k_heads - 1) * mixer.key_dim if hasattr(mixer, "key_dim") else 0
     last = [each for each in mixer.modules() if isinstance(each, nn.Linear)][-1]
     return convolved_values(mixer) // 2 + repeated + 2 * heads + last.in_features
+
+
+class MixerCosts(NamedTuple):
+    """What a mixer computes, and what its convolution reads; see the fields of `ModelSpec`."""
+
+    heads: int
+    flops: int
+    halo: int
+
+
+def mixer_costs(mixer: Any) -> MixerCosts:
+    """Read them off a mixer: of the chunked forms of its scan, in which fast kernels compute too.
+
+    A token has in a chunk of C, for every head of the delta rule with keys of k and values of v, products with C tokens
+    of width k thrice and of width v twice, and three with the state; of Mamba-2 one with C tokens of v, and two with
+    the state, beside one of width k for every group of heads.
+    """
+    convolutions = [each for each in mixer.modules() if isinstance(each, nn.Conv1d)]
+    flops = sum(2 * each.kernel_size[0] * each.out_channels for each in convolutions)
+    halo = sum((each.kernel_size[0] - 1) * each.out_channels for each in convolutions)
+    if not _functions(mixer) & {*SCANS} - {"causal_conv1d_fn"}:
+        return MixerCosts(0, flops, halo)
+    if hasattr(mixer, "head_k_dim"):
+        heads, key, value = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+        scan = heads * (2 * CHUNK * (3 * key + 2 * value) + 6 * key * value)
+    else:
+        heads, key, value, chunk = mixer.num_heads, mixer.ssm_state_size, mixer.head_dim, mixer.chunk_size
+        scan = heads * (2 * chunk * value + 4 * key * value) + mixer.n_groups * 2 * chunk * key
+    return MixerCosts(heads, flops + scan, halo)
 
 
 def attach_mixers(causal: nn.Module, name: str) -> None:

@@ -57,18 +57,20 @@ class DegreePrices:
 
 
 class ShapeRates(NamedTuple):
-    """The best placement of a shape: float64[L] ns per token without attention, and ns of a group before any."""
+    """The best placement of a shape, float64[L] ns each: per token without attention, of a group before any, and of a
+    document however short."""
 
     shape: GroupShape
     token_ns: np.ndarray
     fixed_ns: np.ndarray
+    document_ns: np.ndarray
 
 
 def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> DegreePrices:
     """Price documents of so many tokens, float64[n], in every shape, and keep the best of every degree."""
     rates = shape_rates(cost, policy)
     single = cost.engine.token_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())  # one TP group, no exchanges
-    linear = (single["linear"] + single.get("head", 0.0)) * cost.tensor
+    linear = (single["linear"] - cost.engine.scan_token_ns(policy) + single.get("head", 0.0)) * cost.tensor
     round_fixed = _round_fixed(cost, policy)
     attention = cost.engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
     capacity, token_movable = cost.capacity(policy), movable_ns(cost, policy)
@@ -76,10 +78,10 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
     for degree in degrees:
         movable = token_movable * tokens / degree
         best: list[np.ndarray] = []
-        for (shape, token_ns, fixed_ns), computing in zip(rates, attention, strict=True):
+        for (shape, token_ns, fixed_ns, document_ns), computing in zip(rates, attention, strict=True):
             if shape.degree != degree:
                 continue
-            streams = token_ns[:, None] * tokens
+            streams = token_ns[:, None] * tokens + document_ns[:, None]
             streams[: 1 if shape.overlaps_kv else 2] += computing
             if degree == 1:
                 streams[1] = linear * tokens  # its attention may be what a ring hides behind
@@ -178,12 +180,13 @@ def shape_rates(cost: CostModel, policy: MemoryPolicy) -> tuple[ShapeRates, ...]
     """The rates of every shape, stream by stream the least over its placements."""
     found = []
     for shape, traffics in candidate_shapes(cost):
-        token, fixed = [], []
+        token, fixed, document = [], [], []
         for traffic in traffics:
             routed = shape._replace(routed=traffic.proxies > 0)
             token.append(_streams(cost.engine.token_ns(routed, policy, traffic), shape.overlaps_kv))
             fixed.append(_streams(cost.engine.fixed_ns(routed, policy, traffic._replace(slices=1)), shape.overlaps_kv))
-        found.append(ShapeRates(shape, np.min(token, axis=0), np.min(fixed, axis=0)))
+            document.append(_streams(cost.engine.document_ns(routed, policy, traffic), shape.overlaps_kv))
+        found.append(ShapeRates(shape, *(np.min(each, axis=0) for each in (token, fixed, document))))
     return tuple(found)
 
 
