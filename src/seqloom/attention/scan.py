@@ -18,6 +18,7 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from seqloom.attention.context_parallel.kv_cache import KVCache
@@ -26,7 +27,7 @@ from seqloom.attention.context_parallel.ulysses import Ranges
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.plan import AttentionOptions, check_pieces
 from seqloom.dist.rank_tokens import BoundGroup, Context, RowExchange, TokenRedistribute
-from seqloom.dist.rows import inverse_permutation, sort_order, take
+from seqloom.dist.rows import inverse_permutation, on_device, sort_order, take
 from seqloom.dist.tensor_parallel import RowFunction
 from seqloom.dist.transport import Transport, all_to_all
 from seqloom.errors import SeqloomError
@@ -34,6 +35,28 @@ from seqloom.layout import Span
 from seqloom.plan.round import even_ranges
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+class WholeDocuments(NamedTuple):
+    """Documents of a scan that begin with zeros and leave nothing behind: a kernel takes all of them in one call.
+
+    Attributes:
+        numbers: which they are.
+        cu_seqlens: int64[documents + 1], where they begin among their own tokens.
+        seq_idx: int32[1, tokens], the number of every token's document among them.
+    """
+
+    numbers: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+    seq_idx: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], pieces: Sequence[bool], device: torch.device) -> WholeDocuments:
+        """Find them among documents of these lengths, of which some are in pieces."""
+        numbers = tuple(number for number, piece in enumerate(pieces) if not piece)
+        own = np.array([lengths[number] for number in numbers], dtype=np.int64)
+        seq_idx = np.repeat(np.arange(len(own), dtype=np.int32), own)[None]
+        return cls(numbers, *(on_device(each, device) for each in (np.concatenate([[0], np.cumsum(own)]), seq_idx)))
 
 
 class PackedDocuments(NamedTuple):
@@ -44,17 +67,19 @@ class PackedDocuments(NamedTuple):
         heads: which of the model's these are.
         lengths: tokens of every document, or of its piece.
         states: that documents begin with; None: of zeros.
+        whole: those that are not in pieces: nobody asks for the state after them.
     """
 
     tensors: Tensors
     heads: slice
     lengths: tuple[int, ...]
     states: tuple[torch.Tensor | None, ...]
+    whole: WholeDocuments
 
 
-Scan = Callable[[PackedDocuments], tuple[torch.Tensor, Sequence[torch.Tensor]]]
+Scan = Callable[[PackedDocuments], tuple[torch.Tensor, Sequence[torch.Tensor | None]]]
 """Returns the output [tokens, heads of this rank, ...] in the dtype of the first tensor, and the state after every
-document."""
+document that is in pieces."""
 
 
 def scan_documents(
@@ -79,7 +104,8 @@ def scan_documents(
 
     def scan_group(number: int, *own: torch.Tensor) -> torch.Tensor:
         exchange = _exchange_of(context, number, tuple(each.shape[1] for each in own))
-        return _scan_group(scan, own, exchange, context, layer, name)
+        whole = context.cached(("scanned", number), lambda: _whole_documents(exchange.spans, context))
+        return _scan_group(scan, own, exchange, whole, context, layer, name)
 
     return run_by_group(scan_group, tuple(tensors), context, name)
 
@@ -100,8 +126,19 @@ def run_by_group(run: Callable[..., torch.Tensor], tensors: Tensors, context: Co
     return out if redistribute is None else _redistribute(redistribute.reversed(), (out,))[0]
 
 
+def _whole_documents(spans: Sequence[Span], context: Context) -> WholeDocuments:
+    in_pieces = [span.document in context.pieces for span in spans]
+    return WholeDocuments.of([span.tokens for span in spans], in_pieces, context.device)
+
+
 def _scan_group(
-    scan: Scan, tensors: Tensors, exchange: HeadExchange, context: Context, layer: int | None, name: str
+    scan: Scan,
+    tensors: Tensors,
+    exchange: HeadExchange,
+    whole: WholeDocuments,
+    context: Context,
+    layer: int | None,
+    name: str,
 ) -> torch.Tensor:
     """Return the output [own rows, heads, ...] of a group's rows."""
     alone = len(exchange.ranks) == 1
@@ -109,10 +146,11 @@ def _scan_group(
     kept, pieces = context.kv_cache, [document_piece(span, context, layer, name) for span in exchange.spans]
     states = [None if not isinstance(kept, KVCache) else kept.scan_states.take(each, inside[0]) for each in pieces]
     lengths = tuple(span.tokens for span in exchange.spans)
-    out, after = scan(PackedDocuments(inside, exchange.own_heads, lengths, tuple(states)))
+    out, after = scan(PackedDocuments(inside, exchange.own_heads, lengths, tuple(states), whole))
     if isinstance(kept, KVCache):
         for piece, state in zip(pieces, after, strict=True):
-            out = kept.scan_states.leave(piece, out, state, backward=kept.backward)
+            if piece is not None and state is not None:
+                out = kept.scan_states.leave(piece, out, state, backward=kept.backward)
     if alone:
         return out
     outside = exchange.of_output()

@@ -4,15 +4,16 @@ The forward of a mixer is projections, gates and norms, which treat every token 
 of its file, which mix tokens: `SCANS`. `attach_mixers` gives each mixer, on the instance, its own forward with these
 functions exchanged for ours. Ours get the context among the keywords, as attention does. Before a convolution ranks
 fetch the few rows before their own (`attention.halo`), around a scan they exchange tokens for heads (`attention.scan`);
-then they call the model's function, of a scan for their heads and one document at a time. So the model's own code
-computes, with fast kernels where transformers has found them. Only in float64, in which plans are compared, its scans
-would round to float32: there `attention.linear_attention` computes them.
+then they call the model's function, of a scan for their heads. So the model's own code computes, with fast kernels
+where transformers has found them: flash-linear-attention and mamba-ssm take all whole documents of a rank in one call,
+transformers' own functions one document at a time. Only in float64, in which plans are compared, its scans would round
+to float32: there `attention.linear_attention` computes them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch.nn.functional import softplus
 
 from seqloom.attention.halo import convolve_documents
 from seqloom.attention.linear_attention import CHUNK, decayed_linear_attention
-from seqloom.attention.scan import PackedDocuments, scan_documents
+from seqloom.attention.scan import PackedDocuments, WholeDocuments, scan_documents
 from seqloom.dist import Context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
@@ -32,6 +33,8 @@ from seqloom.models.compile import handle_object
 Function = Callable[..., Any]
 L2_EPSILON = 1e-6
 """That transformers adds to squared norms of queries and keys."""
+CHOICE = "is_new_implementation"
+"""How transformers' wrapper of a function says that it calls a package's."""
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -142,7 +145,27 @@ def _run_scan(
         )
     if isinstance(seqloom_context, torch.Tensor):
         seqloom_context = handle_object(seqloom_context).context
+    if not takes_kernels(args[0]):
+        original = inspect.unwrap(original)  # transformers' own function, which it left for that of a package
     return scan(original, seqloom_context, layer, *args, **keywords)
+
+
+def takes_kernels(tensor: torch.Tensor) -> bool:
+    """Whether functions of packages serve a tensor: all of them are kernels for a GPU."""
+    return tensor.is_cuda
+
+
+def _takes_packs(function: Function) -> bool:
+    """Whether a function of a model's file is that of a package, which takes packed documents; its own refuses them.
+
+    Transformers chooses when the file is loaded, and remembers what it chose.
+    """
+
+    def chosen(each: Any) -> bool:
+        return CHOICE in getattr(getattr(each, "__code__", None), "co_freevars", ())
+
+    found = inspect.unwrap(function, stop=chosen)
+    return chosen(found) and bool(inspect.getclosurevars(found).nonlocals[CHOICE])
 
 
 def _own_rows(x: torch.Tensor, context: Context) -> torch.Tensor:
@@ -207,17 +230,24 @@ def _gated_delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Run the gated delta rule on query, key, value [1, tokens, heads, dim] and g, beta [1, tokens, heads]."""
 
+    options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+
     def scan_one(document: list[torch.Tensor], state: torch.Tensor | None) -> Any:
         v, q, k, *gates = document
         if v.dtype == torch.float64:
             if use_qk_l2norm_in_kernel:
                 q, k = (x * (x.square().sum(-1, keepdim=True) + L2_EPSILON).rsqrt() for x in (q, k))
             return _in_float64(q * q.shape[-1] ** -0.5, k, v, *gates, state=state)
-        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        return original(q, k, v, g=gates[0], beta=gates[1], initial_state=state, **options)
+        own = options | {"initial_state": state, "output_final_state": True}
+        return original(q, k, v, g=gates[0], beta=gates[1], **own)
+
+    def scan_pack(documents: list[torch.Tensor], whole: WholeDocuments) -> torch.Tensor:
+        v, q, k, *gates = documents
+        return original(q, k, v, g=gates[0], beta=gates[1], cu_seqlens=whole.cu_seqlens, **options)[0]
 
     tensors = [_own_rows(x, context) for x in (value, query, key, g, beta)]
-    scan = partial(_one_by_one, lambda _: scan_one)
+    pack = scan_pack if _takes_packs(original) and value.dtype != torch.float64 else None
+    scan = partial(_scan_all, lambda _: (scan_one, pack))
     return _like_call(scan_documents(scan, tensors, context, layer=layer, name="delta rule"), context, g), None
 
 
@@ -239,7 +269,9 @@ def _state_space(
     """
     shared = hidden_states.shape[2] // b.shape[2]
 
-    def scan_heads(heads: slice) -> Function:
+    packs = _takes_packs(original) and hidden_states.dtype != torch.float64
+
+    def scan_heads(heads: slice) -> tuple[Function, Function | None]:
         numbers = range(heads.start, heads.stop)
         groups = torch.tensor([each // shared - heads.start // shared for each in numbers], device=b.device)
         own: dict[str, Any] = {name: _slice(keywords.get(name), heads) for name in ("D", "dt_bias")}
@@ -253,10 +285,16 @@ def _state_space(
             out, after = original(x, steps, a[heads], b, c, **options)
             return out.to(x.dtype), after  # as fast kernels return it: transformers' own leaves it in float32
 
-        return scan_one
+        def scan_pack(documents: list[torch.Tensor], whole: WholeDocuments) -> torch.Tensor:
+            x, steps, *rest = documents
+            b, c = (each.index_select(2, groups) for each in rest)
+            options = keywords | own | {"seq_idx": whole.seq_idx, "initial_states": None, "return_final_states": False}
+            return original(x, steps, a[heads], b, c, **options).to(x.dtype)
+
+        return scan_one, scan_pack if packs else None
 
     tensors = [_own_rows(x, context) for x in (hidden_states, dt, b, c)]
-    scan = partial(_one_by_one, scan_heads)
+    scan = partial(_scan_all, scan_heads)
     out = scan_documents(scan, tensors, context, layer=layer, name="state space")
     return _like_call(out, context, a, keywords.get("D"), keywords.get("dt_bias"))
 
@@ -300,19 +338,26 @@ def _state_space_in_float64(
     return out if D is None else out + D[:, None] * x, after
 
 
-def _one_by_one(scan_heads: Function, given: PackedDocuments) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Scan one document after the other, each as a batch of one."""
-    scan_one, outs, states = scan_heads(given.heads), [], []
-    for document, state in zip(_documents(given), given.states, strict=True):
-        out, after = scan_one(document, state)
-        outs.append(out.squeeze(0))
-        states.append(after)
+def _scan_all(
+    scan_heads: Callable[[slice], tuple[Function, Function | None]], given: PackedDocuments
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Scan one document after the other, each as a batch of one; whole ones in one call where a function packs them."""
+    scan_one, scan_pack = scan_heads(given.heads)
+    numbers = given.whole.numbers if scan_pack is not None else ()
+    if scan_pack is not None and len(numbers) == len(given.lengths) > 0:
+        return scan_pack([each[None] for each in given.tensors], given.whole).squeeze(0), [None] * len(numbers)
+    parts = [x.split(given.lengths) for x in given.tensors]
+    outs: list[torch.Tensor] = [given.tensors[0]] * len(given.lengths)
+    states: list[torch.Tensor | None] = [None] * len(given.lengths)
+    if scan_pack is not None and numbers:
+        packed = [torch.cat([each[number] for number in numbers])[None] for each in parts]
+        split = scan_pack(packed, given.whole).squeeze(0).split([given.lengths[number] for number in numbers])
+        for number, out in zip(numbers, split, strict=True):
+            outs[number] = out
+    for number in sorted({*range(len(given.lengths))} - {*numbers}):
+        out, states[number] = scan_one([each[number][None] for each in parts], given.states[number])
+        outs[number] = out.squeeze(0)
     return torch.cat(outs) if outs else given.tensors[0], states
-
-
-def _documents(given: PackedDocuments) -> Iterator[list[torch.Tensor]]:
-    parts: Iterable[tuple[torch.Tensor, ...]] = zip(*(x.split(given.lengths) for x in given.tensors), strict=True)
-    return ([each[None] for each in document] for document in parts)
 
 
 def _no_fused_call(original: Function, context: Context, layer: int | None, *_: Any, **__: Any) -> None:
