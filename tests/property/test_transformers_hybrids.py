@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,20 @@ def plain_scans():
     return module.plain_scans
 
 
+@st.composite
+def steps_with_states(draw):
+    """Steps in some of whose groups, of whole documents, ranks pass states."""
+    lengths, rounds, ranks = draw(steps())
+    if len(rounds) > 1:
+        return lengths, rounds, ranks
+    groups = tuple(replace(group, states=draw(st.booleans())) for group in rounds[0])
+    return lengths, [groups], ranks
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 @settings(max_examples=max(1, settings().max_examples // 8))
 @given(
-    case=steps(),
+    case=steps_with_states(),
     keep=st.sampled_from([Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL]),
     remap=st.sampled_from([None, *Remap]),
     dtype=st.sampled_from([torch.float64, torch.float32]),

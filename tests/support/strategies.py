@@ -230,7 +230,10 @@ def _works(
     awake = {rank for shard_group in shard_groups if used.intersection(shard_group) for rank in shard_group}
     plain = [Group(*shape, tuple(members), latent=latent) for shape, members in by_shape.items()]
     whole = [all(span.tokens == documents[span.document] for span in group.spans) for group in plain]
-    groups = [draw(shared(g, own.node_size, awake)) if free else g for g, free in zip(plain, whole, strict=True)]
+    groups = [
+        replace(draw(shared(group, own.node_size, awake)), states=draw(st.booleans())) if free else group
+        for group, free in zip(plain, whole, strict=True)
+    ]
     groups = [replace(group, route=None) for group in groups] if tensor > 1 else groups
     work = StageMicroBatch(sort_groups(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
     kinds = ("derived", "derived", "attention") if tensor > 1 else ("derived", "derived", "attention", "linear", "both")

@@ -365,11 +365,12 @@ def check_pieces(context: Context, group: Group, options: AttentionOptions) -> N
                 f"causal={options.causal} for document {document}, which is in pieces: keys of later pieces do not "
                 "exist yet; set causal=True, or plan whole documents"
             )
-        if group.method != Method.RING or group.route is not None:
+        if group.method != Method.RING or group.route is not None or group.states:
             how = f"method {group.method}" if group.method != Method.RING else "a route"
+            how = "states that go from rank to rank" if group.states else how
             raise SeqloomError(
                 f"{how} for document {document}, which is in pieces: a document in pieces needs method ring, from "
-                "rank to rank; plan its groups so"
+                "rank to rank, and scans of heads; plan its groups so"
             )
 
 

@@ -7,7 +7,8 @@ its heads as one process would:
     own tokens, all heads -> all-to-all -> all tokens, own heads -> scan -> all-to-all -> own tokens, all heads
 
 Of a document in pieces a rank has the same heads in every piece, so its states stay on the rank
-(`context_parallel/scan_states.py`).
+(`context_parallel/scan_states.py`). Where the plan says so (`Group.states`), ranks scan their own tokens of all heads
+instead, and pass states (`context_parallel/state_passing.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from seqloom.attention.context_parallel.kv_cache import KVCache
 from seqloom.attention.context_parallel.scan_states import document_piece
+from seqloom.attention.context_parallel.state_passing import ScanRuns, StatePassing, StateShape, WithBackward
 from seqloom.attention.context_parallel.ulysses import Ranges
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.plan import AttentionOptions, check_pieces
@@ -82,8 +84,21 @@ Scan = Callable[[PackedDocuments], tuple[torch.Tensor, Sequence[torch.Tensor | N
 document that is in pieces."""
 
 
+class StateScan(NamedTuple):
+    """How a scan passes states between ranks: sizes of a state, and the scan of runs of tokens from zeros."""
+
+    shape: StateShape
+    scan_runs: ScanRuns
+
+
 def scan_documents(
-    scan: Scan, tensors: Sequence[torch.Tensor], context: Context, *, layer: int | None, name: str
+    scan: Scan,
+    tensors: Sequence[torch.Tensor],
+    context: Context,
+    *,
+    layer: int | None,
+    name: str,
+    by_states: StateScan | None = None,
 ) -> torch.Tensor:
     """Scan the documents that this rank's tokens belong to, wherever their other tokens lie; with autograd.
 
@@ -97,12 +112,17 @@ def scan_documents(
         context: of the round, from `bind`.
         layer: number of the layer in the model; needed where a document is in pieces.
         name: of the scan among those of the layer.
+        by_states: for groups that pass states; None: there are heads in their place.
 
     Returns:
         [tokens, heads, ...] as `scan` returns it.
     """
 
     def scan_group(number: int, *own: torch.Tensor) -> torch.Tensor:
+        bound = context.groups[number]
+        if by_states is not None and bound.group.states and bound.group.degree > 1:
+            passing = context.cached(("states", number), lambda: StatePassing.of(context, bound))
+            return _pass_states(scan, by_states, own, passing, context, number)
         exchange = _exchange_of(context, number, tuple(each.shape[1] for each in own))
         whole = context.cached(("scanned", number), lambda: _whole_documents(exchange.spans, context))
         return _scan_group(scan, own, exchange, whole, context, layer, name)
@@ -155,6 +175,38 @@ def _scan_group(
         return out
     outside = exchange.of_output()
     return RowFunction.apply(outside.to_tokens, outside.to_heads, out[:, : outside.own_count])[0]
+
+
+def _pass_states(
+    scan: Scan, by_states: StateScan, tensors: Tensors, passing: StatePassing, context: Context, number: int
+) -> torch.Tensor:
+    """Return the output [own rows, heads, ...] of a group's rows, whose ranks pass states."""
+    heads, lengths = slice(0, tensors[0].shape[1]), passing.lengths
+    outs, parts = [tensors[0]] * len(lengths), [each.split(lengths) for each in tensors]
+    whole, shared = ([n for n, each in enumerate(passing.whole) if each == kind] for kind in (True, False))
+    if whole:
+        own = tuple(lengths[n] for n in whole)
+        packed = context.cached(
+            ("states", number, "whole"), lambda: WholeDocuments.of(own, [False] * len(own), context.device)
+        )
+        given = tuple(torch.cat([each[n] for n in whole]) for each in parts)
+        out, _ = scan(PackedDocuments(given, heads, own, (None,) * len(own), packed))
+        for n, each in zip(whole, out.split(own), strict=True):
+            outs[n] = each
+    unused = [] if outs else [*tensors[1:]]  # on a rank without tokens they get gradients like everywhere
+    if sum(passing.counts):  # all ranks know
+        own = tuple(lengths[n] for n in shared)
+        given = tuple(torch.cat([each[n] for n in shared]) for each in parts) if shared else ()
+        found = by_states.scan_runs(given, own) if shared else None
+        exchanged = passing.exchange(found, by_states.shape, tensors[0])
+        if found is not None:
+            for n, each in zip(shared, passing.correct(found, own, exchanged, by_states.shape), strict=True):
+                outs[n] = each
+        unused.append(exchanged)  # a rank that reads no state takes part in the backward of others
+    out = torch.cat(outs) if outs else tensors[0]
+    for each in unused:
+        out = WithBackward.apply(out, each)
+    return out
 
 
 def _joined(outs: Sequence[torch.Tensor], groups: Sequence[BoundGroup], like: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 ACTIVATION_BYTES = 2  # bf16 on the wire
 KV_GRADIENT_BYTES = 4  # dK and dV are float32, on the wire and in memory: they are sums of many steps or pieces
+STATE_BYTES = 4  # states of scans are float32 too
 MIB = 1024**2
 
 
@@ -355,27 +356,33 @@ class Communication:
 
     def mixers(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of what goes into the scans of mixers and comes out, which a recomputed layer repeats."""
+        if shape.states:
+            return Flow()
         values = mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_exchange
         message = values * ACTIVATION_BYTES / shape.degree**2
         return direct_flow(traffic.everyone, *self.message_ns(message, "all_to_all"))
 
     def halo(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
-        """ns per document of the rows before a rank's runs of tokens.
-
-        A ring index has two of them, which an even number of Ulysses ranks share without cutting one.
-        """
+        """ns per document of the rows before a rank's runs of tokens."""
         if shape.degree == 1:
             return Flow()
-        runs = 2 if shape.ring > 1 and shape.ulysses % 2 else 1
-        values = runs * mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_halo
+        values = shape.runs_per_rank * mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_halo
         link, nic = self.message_ns(values * ACTIVATION_BYTES, "all_to_all")
         return Flow(nic, nic, 0.0) if traffic.everyone.node_out else Flow(link, 0.0, link)
 
+    def states(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
+        """ns per document of states of scans: every rank sends those of its runs to all others."""
+        if not shape.states:
+            return Flow()
+        values = shape.runs_per_rank * mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_state
+        return direct_flow(traffic.everyone, *self.message_ns(values * STATE_BYTES, "all_to_all"))
+
     def mixer_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
-        """ns per round: in every pass a convolution's halo, a scan's exchange in and one out."""
+        """ns per round: in every pass a convolution's halo, and a scan's exchange in and one out, or one of states."""
         if shape.degree == 1:
             return 0.0
-        calls = mixer_passes(checkpoint) * len(self.model.mixer_layers) * (3 if self.model.mixer_exchange else 1)
+        each = 1 if not self.model.mixer_exchange else 2 if shape.states else 3
+        calls = mixer_passes(checkpoint) * len(self.model.mixer_layers) * each
         return calls * self.latency("all_to_all", traffic.everyone.node_out > 0, (shape.degree - 1).bit_length())
 
     # tensor parallelism: each half of a layer, attention and the feed-forward, all-gathers its input (hidden states)

@@ -147,14 +147,25 @@ class Compute:
         )
 
     def scan(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
-        """ns per token of a group of what mixers scan, on the rank with most heads; a backward is twice a forward."""
+        """ns per token of a group of what mixers scan: on the rank with most heads, or of its tokens and states."""
         model = self.model
-        share = 1 / shape.degree
-        if model.mixer_heads:
-            share = -(-model.mixer_heads // shape.degree) / model.mixer_heads
+        operations = model.mixer_flops / shape.degree
+        if shape.states:
+            operations = model.mixer_run_flops / shape.degree
+        elif model.mixer_heads:
+            operations = model.mixer_flops * (-(-model.mixer_heads // shape.degree) / model.mixer_heads)
+        return self._scan_ns(operations, checkpoint)
+
+    def joined_states(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
+        """ns per document of a group of joining the states of all its runs, which every rank does."""
+        runs = shape.degree * shape.runs_per_rank
+        return self._scan_ns(runs * self.model.mixer_join_flops, checkpoint) if shape.states else 0.0
+
+    def _scan_ns(self, operations: float, checkpoint: Checkpoint) -> float:
+        """ns of so many operations of each mixer's forward; a backward is twice as much."""
         passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
-        operations = passes * len(model.mixer_layers) * model.mixer_flops * share
-        return operations / (SCAN_EFFICIENCY * self.matmul_tflops * 1e3)
+        every = passes * len(self.model.mixer_layers) * operations
+        return every / (SCAN_EFFICIENCY * self.matmul_tflops * 1e3)
 
     def linear(self, checkpoint: Checkpoint) -> float:
         """ns per token on one rank for all layers, forward and backward, with recomputation."""

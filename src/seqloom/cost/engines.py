@@ -83,7 +83,7 @@ class CostEngine(ABC):
         """float64[shapes, n] ns of each document on the rank of a group that has most heads."""
 
     def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
-        """ns of a document, or a piece of one, on the links, however many tokens it has; parts are those of tokens."""
+        """ns of a document, or a piece of one, however many tokens it has; parts are those of tokens."""
         return {}
 
     def scan_token_ns(self, policy: MemoryPolicy) -> float:
@@ -157,7 +157,7 @@ class AnalyticEngine(CostEngine):
             memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners),
             shard_ranks=shards,
             budget_bytes=math.floor(budget * GIB),
-            shapes=with_methods(plain, cluster.gpus_per_node, nics, latent=model.latent > 0),
+            shapes=with_methods(plain, cluster.gpus_per_node, nics, model.latent > 0, model.mixer_state > 0),
             policies=tuple(MemoryPolicy(checkpoint, reduce) for reduce in reduces for checkpoint in checkpoints),
             matmul_share=compute.matmul_share,
             solo_time_ratio=profile.solo_time_ratio,
@@ -210,11 +210,13 @@ class AnalyticEngine(CostEngine):
         }
 
     def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
-        """Halos of convolutions."""
-        if not self.model.mixer_halo:
+        """Halos of convolutions, and states of scans, which every rank joins."""
+        if not self.model.mixer_layers:
             return {}
-        time, network, link = self.links.halo(shape, traffic, policy.checkpoint)
-        return {"ulysses": time, "network": network, "link": link}
+        seen = traffic, policy.checkpoint
+        time, network, link = self.links.halo(shape, *seen) + self.links.states(shape, *seen)
+        joined = self.compute.joined_states(shape, policy.checkpoint)
+        return {"ulysses": time, "network": network, "link": link, "linear": joined}
 
     def scan_token_ns(self, policy: MemoryPolicy) -> float:
         """On one rank."""

@@ -117,11 +117,13 @@ class CostModel:
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
         resident = tuple(policy._replace(resident=True) for policy in self.engine.policies)
         by_checkpoint = {policy.checkpoint: policy for policy in reversed(self._fitting or resident)}
-        plain = tuple(shape for shape in self.shapes if not shape.latent)
+        plain = tuple(shape for shape in self.shapes if not shape.latent and not shape.states)
         useful = [
             useful_shapes(partial(self.tables, policy=policy, shapes=shapes))
             for policy in by_checkpoint.values()
-            for shapes in dict.fromkeys((plain, self.shapes))  # latents are a further choice, and replace none
+            for shapes in dict.fromkeys(
+                (plain, self.shapes)
+            )  # latents and states are further choices, and replace none
         ]
         self.shapes = ordered(shape for shapes in useful for shape in shapes)
 
@@ -293,7 +295,7 @@ class CostModel:
         """The row of the tables that prices a group, and where its messages go."""
         shape = GroupShape(group.ulysses, group.ring, group.method)
         traffic = group_traffic(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
-        return shape._replace(routed=traffic.proxies > 0, latent=group.latent), traffic
+        return shape._replace(routed=traffic.proxies > 0, latent=group.latent, states=group.states), traffic
 
     def aligned_traffic(self, shape: GroupShape) -> GroupTraffic:
         """Traffic of the shape on any aligned block of the group family."""
@@ -320,7 +322,7 @@ class CostModel:
         """A group of this shape on these ranks, as planners put it into a plan."""
         own = tuple(ranks)
         route = self.route(shape, own)
-        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, route, shape.latent)
+        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, route, shape.latent, shape.states)
 
     # -- rounds, steps and plans ------------------------------------------------
 

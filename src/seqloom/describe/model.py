@@ -68,6 +68,12 @@ class ModelSpec:
     """Operations of the convolution and the scan on a token, forward."""
     mixer_halo: int = 0
     """Values of the tokens before a run of tokens that its convolution reads."""
+    mixer_state: int = 0
+    """Values that say what a run of tokens makes of the state before it; 0: states do not go from rank to rank."""
+    mixer_run_flops: int = 0
+    """Operations of the convolution and the scan on a token, forward, where these values are found too."""
+    mixer_join_flops: int = 0
+    """Operations of taking the state before a run to the one after it."""
     latent: int = 0
     """Width of the latent of keys and values; 0: they are made from the hidden state."""
     rotated: int = 0
@@ -119,7 +125,7 @@ class ModelSpec:
             self._require((getattr(self, name) >= 1) == bool(self.mixer_layers), name, rule)
         within = 0 <= self.mixer_exchange <= self.mixer_values
         self._require(within, "mixer_exchange", f"must be 0 to {self.mixer_values}, as `mixer_values` says")
-        for name in ("mixer_heads", "mixer_flops", "mixer_halo"):
+        for name in ("mixer_heads", "mixer_flops", "mixer_halo", "mixer_state", "mixer_run_flops", "mixer_join_flops"):
             known = getattr(self, name) >= 0 and (bool(self.mixer_layers) or not getattr(self, name))
             self._require(known, name, "must be 0 or more, and is 0 without `mixer_layers`")
         self._require(self.attention_layers >= 1, "windows", "needs a layer with attention")

@@ -9,9 +9,9 @@
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
 A round whose activations are offloaded to CPU memory has `"offload": true` beside its checkpoint, and one whose last
-layers recompute less has `"lighter_layers": 5`. A group in which latents travel has `"latent": true`. `actions` has one
-row per pipeline rank: the distinct `ranks` of the stages, in the order in which these name them. Reading is strict, see
-`seqloom.reader`.
+layers recompute less has `"lighter_layers": 5`. A group in which latents travel has `"latent": true`, one in which
+states of scans do `"states": true`. `actions` has one row per pipeline rank: the distinct `ranks` of the stages, in the
+order in which these name them. Reading is strict, see `seqloom.reader`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ VERSION = 1
 KEYS_OF_LIMITS = {"pad_multiple": "granule"}
 """Attributes of `Limits` that have another name in files."""
 
-OPTIONAL: dict[type[Any], tuple[str, ...]] = {StageMicroBatch: ("offload", "lighter_layers"), Group: ("latent",)}
+OPTIONAL: dict[type[Any], tuple[str, ...]] = {
+    StageMicroBatch: ("offload", "lighter_layers"),
+    Group: ("latent", "states"),
+}
 """Attributes that files leave out where they are false or 0."""
 
 _CONTENT = ("limits", "sharding", "reduce", "documents", "pipelines")
@@ -186,6 +189,7 @@ _GROUP = _object(
     route=_or_null(_object(Route, proxies=read_integers, slices=read_integer)),
     spans=_list(_read_span),
     latent=read_bool,
+    states=read_bool,
 )
 _WORK = _object(
     StageMicroBatch,

@@ -35,7 +35,8 @@ class Group:
     Rank i of the group has Ulysses index `i % ulysses` and ring index `i // ulysses`. `method` and `route` are about
     the ring: how keys and values are shared, and how they cross between nodes (None: each through its own NIC). With
     `latent`, latents travel in their place, and are kept of a document in pieces; every rank expands them for its heads
-    (latent attention, MLA).
+    (latent attention, MLA). With `states`, layers that scan pass states from rank to rank, instead of exchanging tokens
+    for heads.
     """
 
     ranks: tuple[int, ...]
@@ -45,6 +46,7 @@ class Group:
     method: Method = Method.RING
     route: Route | None = None
     latent: bool = False
+    states: bool = False
 
     @property
     def participants(self) -> tuple[int, ...]:

@@ -105,7 +105,8 @@ def method_name(shape: GroupShape) -> str:
         return "whole"
     parts = [f"ulysses {shape.ulysses}"] if shape.ulysses > 1 else []
     parts += [f"{shape.method.value} {shape.ring}"] if shape.ring > 1 else []
-    return " x ".join(parts) + (", routed" if shape.routed else "") + (", latents" if shape.latent else "")
+    kinds = {"routed": shape.routed, "latents": shape.latent, "states": shape.states}
+    return ", ".join([" x ".join(parts), *(name for name, holds in kinds.items() if holds)])
 
 
 def explain(plan: Plan, cost: CostModel) -> Explanation:

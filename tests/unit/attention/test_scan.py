@@ -8,9 +8,10 @@ import torch
 
 from seqloom.attention import KVCache
 from seqloom.attention.context_parallel.scan_states import DocumentPiece, ScanStates, StateKey
+from seqloom.attention.context_parallel.state_passing import ScannedRuns, StateShape
 from seqloom.attention.halo import convolve_documents
 from seqloom.attention.linear_attention import decayed_linear_attention
-from seqloom.attention.scan import scan_documents
+from seqloom.attention.scan import PackedDocuments, StateScan, scan_documents
 from seqloom.cost import CostModel, GroupShape
 from seqloom.cost.communication import GroupTraffic
 from seqloom.cost.compute import SCAN_EFFICIENCY
@@ -160,6 +161,7 @@ def test_no_plan_is_below_the_bound(sharding):
     lengths = np.array([700, 90, 4000, 12_000, 300, 2500])
     fields = {"mixer_parameters": 10**7, "mixer_values": 40_000, "mixer_exchange": 16_000, "mixer_heads": 6}
     fields |= {"mixer_layers": tuple(range(0, 28, 2)), "mixer_flops": 10**7, "mixer_halo": 9000}
+    fields |= {"mixer_state": 10**5, "mixer_run_flops": 2 * 10**7, "mixer_join_flops": 10**6}
     model = replace(ModelSpec.load("qwen3-0.6b"), **fields)
     cost = CostModel(Cluster.parse("2x4xH100"), model, sharding=sharding, capacity=4096)
     for name in ("static:4", "flex", "zones", "auto"):
@@ -217,6 +219,100 @@ def test_evaluation_in_pieces_keeps_nothing():
             found.append(scan_documents(running_sum, tensors, context, layer=0, name="sum"))
     assert torch.cat(found).flatten().tolist() == [1, 2, 3, 4, 5]
     cache.check_empty()
+
+
+def decayed(given):
+    """Scan: a token adds x to a state that its head's factor has decayed before, and reads it."""
+    x, factor = given.tensors
+    outs, states = [], []
+    for rows, decay, state in zip(x.split(given.lengths), factor.split(given.lengths), given.states, strict=True):
+        state, own = torch.zeros_like(rows[0]) if state is None else state, []
+        for row, each in zip(rows, decay, strict=True):
+            state = each * state + row
+            own.append(state)
+        outs.append(torch.stack(own))
+        states.append(state)
+    return torch.cat(outs) if outs else x, states
+
+
+def decayed_runs(tensors, lengths):
+    """The same of runs, with what their tokens read of a state before them: one key, a number as transition."""
+    _, factor = tensors
+    documents = PackedDocuments(tensors, slice(0, 4), lengths, (None,) * len(lengths), None)
+    out, after = decayed(documents)
+    reads = [each.cumprod(0) for each in factor.split(lengths)]
+    return ScannedRuns(
+        out, torch.cat(reads), [each[:, None] for each in after], [each[-1][..., None] for each in reads]
+    )
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 3), (2, 2), (3, 2), (1, 6)])
+@pytest.mark.parametrize("lengths", [(9, 1, 14), (3, 1, 1), (40,)])
+def test_states_go_from_rank_to_rank(ulysses, ring, lengths):
+    """Documents on one rank, on several, in runs of one token; ranks without tokens."""
+    ranks, tokens = ulysses * ring, sum(lengths)
+    x, factor = (torch.randn(tokens, 4, width, dtype=torch.float64).sigmoid().requires_grad_() for width in (3, 1))
+    whole = PackedDocuments((x, factor), slice(0, 4), lengths, (None,) * len(lengths), None)
+    truth, _ = decayed(whole)
+    (truth**2).sum().backward()
+    spans = tuple(Span(k, 0, n) for k, n in enumerate(lengths))
+    work = StageMicroBatch((Group(tuple(range(ranks)), ulysses, ring, spans, states=True),), Checkpoint.NONE)
+    starts, shape = torch.tensor([0, *lengths]).cumsum(0), StateShape(4, 1, 3, matrix=False)
+
+    def body(transport):
+        counting = CountingTransport(transport)
+        context = bind(work, counting)
+        rows = starts[context.documents] + context.positions
+        own = [each.detach()[rows].requires_grad_() for each in (x, factor)]
+        by_states = StateScan(shape, decayed_runs)
+        out = scan_documents(decayed, own, context, layer=0, name="decayed", by_states=by_states)
+        (out**2).sum().backward()
+        sent = sum(counting.traffic(verb).bytes for verb in ("all_to_all", "exchange"))
+        return rows, sent, out.detach(), *(each.grad for each in own)
+
+    for rows, sent, out, *grads in run_ranks(ranks, body, strict=True):
+        assert torch.allclose(out, truth[rows].detach(), rtol=1e-12)
+        assert torch.allclose(grads[0], x.grad[rows], rtol=1e-12)
+        assert torch.allclose(grads[1], factor.grad[rows], rtol=1e-12)
+        runs = GroupShape(ulysses, ring).runs_per_rank
+        assert sent <= 2 * len(lengths) * runs * shape.message * 8 * (ranks - 1)  # however long documents are
+
+
+def test_the_cost_model_counts_the_states_that_are_sent():
+    shape, tokens = StateShape(4, 2, 3, matrix=True), 64
+    group = Group(tuple(range(4)), 1, 4, (Span(0, 0, tokens),), states=True)
+    fields = {"mixer_exchange": 64, "mixer_state": shape.message, "mixer_run_flops": 1000, "mixer_join_flops": 10}
+    cost, form = CostModel(Cluster.parse("1x4xH200"), mixed(**fields)), GroupShape(1, 4, states=True)
+    flow = cost.links.states(form, cost.aligned_traffic(form), Checkpoint.NONE)
+    near, _ = cost.links.message_ns(1.0, "all_to_all")
+
+    def runs(tensors, lengths):
+        out, sizes = tensors[0], (shape.shapes[0], shape.shapes[1])
+        after, transitions = ([out.new_zeros(size) + out.sum() for _ in lengths] for size in sizes)
+        return ScannedRuns(out, out[..., :2], after, transitions)
+
+    def body(transport):
+        counting = CountingTransport(transport)
+        x = torch.randn(tokens // 4, 4, 3).requires_grad_()
+        context = bind(StageMicroBatch((group,), Checkpoint.NONE), counting)
+        scan_documents(None, (x,), context, layer=0, name="x", by_states=StateScan(shape, runs)).sum().backward()
+        return counting.traffic("exchange").bytes
+
+    sent, priced = run_ranks(4, body), round(flow.link / near)
+    assert 0.9 * priced < max(sent) <= priced  # the last index of a ring has one run, its two chunks touch
+    assert cost.links.mixers(form, cost.aligned_traffic(form), Checkpoint.NONE).time == 0
+    assert form in cost.engine.shapes and GroupShape(1, 1, states=True) not in cost.engine.shapes
+    assert CostModel(Cluster.parse("1x4xH200"), mixed()).engine.shapes == tuple(
+        each for each in cost.engine.shapes if not each.states
+    )
+
+
+def test_states_of_a_document_in_pieces_are_refused():
+    pieces = (Span(0, 0, 2), Span(0, 2, 4))
+    work = StageMicroBatch((Group((0,), 1, 1, pieces[:1], states=True),), Checkpoint.NONE)
+    context = bind(work, SingleRankTransport(), pieces={0: pieces}, kv_cache=KVCache())
+    with pytest.raises(SeqloomError, match="states that go from rank to rank for document 0, which is in pieces"):
+        scan_documents(running_sum, [torch.ones(2, 1, 1)] * 2, context, layer=0, name="sum")
 
 
 def test_what_cannot_be_scanned_is_refused():

@@ -183,9 +183,7 @@ def _mixers(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
         "mixer_parameters": max(sum(each.numel() for each in mixer.parameters()) for mixer in found.values()),
         "mixer_values": max(map(convolved_values, found.values())) + max(map(scanned_values, found.values())),
         "mixer_exchange": max(map(scanned_values, found.values())),
-        "mixer_heads": largest.heads,
-        "mixer_flops": largest.flops,
-        "mixer_halo": largest.halo,
+        **{f"mixer_{name}": value for name, value in largest._asdict().items()},
     }
 
 

@@ -22,9 +22,11 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
+from seqloom.attention.context_parallel.state_passing import ScannedRuns, StateShape
 from seqloom.attention.halo import convolve_documents
 from seqloom.attention.linear_attention import CHUNK, decayed_linear_attention
-from seqloom.attention.scan import PackedDocuments, WholeDocuments, scan_documents
+from seqloom.attention.merge import sum_dtype
+from seqloom.attention.scan import PackedDocuments, StateScan, WholeDocuments, scan_documents
 from seqloom.dist import Context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
@@ -68,6 +70,9 @@ class MixerCosts(NamedTuple):
     heads: int
     flops: int
     halo: int
+    state: int = 0
+    run_flops: int = 0
+    join_flops: int = 0
 
 
 def mixer_costs(mixer: Any) -> MixerCosts:
@@ -75,20 +80,25 @@ def mixer_costs(mixer: Any) -> MixerCosts:
 
     A token has in a chunk of C, for every head of the delta rule with keys of k and values of v, products with C tokens
     of width k thrice and of width v twice, and three with the state; of Mamba-2 one with C tokens of v, and two with
-    the state, beside one of width k for every group of heads.
+    the state, beside one of width k for every group of heads. Where states are passed, the delta rule has k columns of
+    values more, and a token reads the state before its run.
     """
     convolutions = [each for each in mixer.modules() if isinstance(each, nn.Conv1d)]
     flops = sum(2 * each.kernel_size[0] * each.out_channels for each in convolutions)
     halo = sum((each.kernel_size[0] - 1) * each.out_channels for each in convolutions)
     if not _functions(mixer) & {*SCANS} - {"causal_conv1d_fn"}:
         return MixerCosts(0, flops, halo)
-    if hasattr(mixer, "head_k_dim"):
+    delta_rule = hasattr(mixer, "head_k_dim")
+    if delta_rule:
         heads, key, value = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
-        scan = heads * (2 * CHUNK * (3 * key + 2 * value) + 6 * key * value)
+        scan, wider = (heads * (2 * CHUNK * (3 * key + 2 * width) + 6 * key * width) for width in (value, value + key))
     else:
         heads, key, value, chunk = mixer.num_heads, mixer.ssm_state_size, mixer.head_dim, mixer.chunk_size
-        scan = heads * (2 * chunk * value + 4 * key * value) + mixer.n_groups * 2 * chunk * key
-    return MixerCosts(heads, flops + scan, halo)
+        scan = wider = heads * (2 * chunk * value + 4 * key * value) + mixer.n_groups * 2 * chunk * key
+    read = 2 * heads * key * value
+    state = StateShape(heads, key, value, matrix=delta_rule).message
+    join = key * read if delta_rule else read // 2
+    return MixerCosts(heads, flops + scan, halo, state, flops + wider + read, join)
 
 
 def attach_mixers(causal: nn.Module, name: str) -> None:
@@ -181,11 +191,11 @@ def _own_rows(x: torch.Tensor, context: Context) -> torch.Tensor:
 def _like_call(rows: torch.Tensor, context: Context, *weights: torch.Tensor | None) -> torch.Tensor:
     """Return [1, tokens, ...], with the row of `pad_empty`.
 
-    On a rank in no group, which calls no scan, the weights of a scan get gradients of zero: FSDP2 reduces those that
-    have one, and all ranks must have the same.
+    On a rank that calls no scan, in no group or without tokens where states are passed, the weights of a scan get
+    gradients of zero: FSDP2 reduces those that have one, and all ranks must have the same.
     """
     out = pad_empty(rows)[None]
-    for each in () if context.groups else weights:
+    for each in weights if all(bound.group.states for bound in context.groups) else ():
         if each is not None:
             out = out + 0 * each.sum().to(out.dtype)
     return out
@@ -238,8 +248,9 @@ def _gated_delta_rule(
             if use_qk_l2norm_in_kernel:
                 q, k = (x * (x.square().sum(-1, keepdim=True) + L2_EPSILON).rsqrt() for x in (q, k))
             return _in_float64(q * q.shape[-1] ** -0.5, k, v, *gates, state=state)
-        own = options | {"initial_state": state, "output_final_state": True}
-        return original(q, k, v, g=gates[0], beta=gates[1], **own)
+        own = options | {"initial_state": None if state is None else state[None], "output_final_state": True}
+        out, after = original(q, k, v, g=gates[0], beta=gates[1], **own)
+        return out, after.squeeze(0)
 
     def scan_pack(documents: list[torch.Tensor], whole: WholeDocuments) -> torch.Tensor:
         v, q, k, *gates = documents
@@ -248,7 +259,32 @@ def _gated_delta_rule(
     tensors = [_own_rows(x, context) for x in (value, query, key, g, beta)]
     pack = scan_pack if _takes_packs(original) and value.dtype != torch.float64 else None
     scan = partial(_scan_all, lambda _: (scan_one, pack))
-    return _like_call(scan_documents(scan, tensors, context, layer=layer, name="delta rule"), context, g), None
+    shape = StateShape(value.shape[2], key.shape[3], value.shape[3], matrix=True)
+    by_states = StateScan(shape, partial(_runs_with_identity, scan_one, shape))
+    out = scan_documents(scan, tensors, context, layer=layer, name="delta rule", by_states=by_states)
+    return _like_call(out, context, g), None
+
+
+def _runs_with_identity(
+    scan_one: Function, shape: StateShape, tensors: tuple[torch.Tensor, ...], lengths: tuple[int, ...]
+) -> ScannedRuns:
+    """Scan runs of tokens, with their transition: columns of values do not meet, so columns of zeros are added.
+
+    From a state whose columns there are those of an identity, their outputs are what tokens read of any state, and the
+    state after them is the transition.
+    """
+    value, *others = tensors
+    begin = value.new_zeros((shape.heads, shape.keys, shape.values + shape.keys), dtype=sum_dtype(value.dtype))
+    begin[..., shape.values :] = torch.eye(shape.keys, dtype=begin.dtype, device=begin.device)
+    wider = torch.nn.functional.pad(value, (0, shape.keys))
+    outs, states = [], []
+    for run in zip(*(each.split(lengths) for each in (wider, *others)), strict=True):
+        out, after = scan_one([each[None] for each in run], begin)
+        outs.append(out.squeeze(0))
+        states.append(after.split([shape.values, shape.keys], dim=-1))
+    out, reads = torch.cat(outs).split([shape.values, shape.keys], dim=-1)
+    after, transitions = zip(*states, strict=True)
+    return ScannedRuns(out, reads, after, transitions)
 
 
 def _state_space(
@@ -268,7 +304,6 @@ def _state_space(
     `a`, and `D` and `dt_bias` among the keywords, are [heads].
     """
     shared = hidden_states.shape[2] // b.shape[2]
-
     packs = _takes_packs(original) and hidden_states.dtype != torch.float64
 
     def scan_heads(heads: slice) -> tuple[Function, Function | None]:
@@ -281,9 +316,10 @@ def _state_space(
             b, c = (each.index_select(2, groups) for each in rest)  # this rank's heads may begin inside a group
             if x.dtype == torch.float64:
                 return _state_space_in_float64(x, steps, a[heads], b, c, state, **keywords | own)
-            options = keywords | own | {"initial_states": state, "return_final_states": True}
+            first = None if state is None else state.mT[None]  # its states are [dim, n]
+            options = keywords | own | {"initial_states": first, "return_final_states": True}
             out, after = original(x, steps, a[heads], b, c, **options)
-            return out.to(x.dtype), after  # as fast kernels return it: transformers' own leaves it in float32
+            return out.to(x.dtype), after.squeeze(0).mT  # as fast kernels return it: transformers' own has float32
 
         def scan_pack(documents: list[torch.Tensor], whole: WholeDocuments) -> torch.Tensor:
             x, steps, *rest = documents
@@ -293,9 +329,21 @@ def _state_space(
 
         return scan_one, scan_pack if packs else None
 
+    def scan_runs(tensors: tuple[torch.Tensor, ...], lengths: tuple[int, ...]) -> ScannedRuns:
+        (scan_one, _), (_, dt, _, c) = scan_heads(slice(0, shape.heads)), tensors
+        runs = zip(*(each.split(lengths) for each in tensors), strict=True)
+        outs, after = zip(*(scan_one([each[None] for each in run], None) for run in runs), strict=True)
+        logs = _steps(dt.to(sum_dtype(dt.dtype)), **keywords) * a
+        decays = [each.cumsum(0).exp() for each in logs.split(lengths)]
+        reads = c.repeat_interleave(shared, 1) * torch.cat(decays)[..., None].to(c.dtype)
+        return ScannedRuns(
+            torch.cat(outs, dim=1).squeeze(0), reads, after, [each[-1][:, None, None] for each in decays]
+        )
+
     tensors = [_own_rows(x, context) for x in (hidden_states, dt, b, c)]
-    scan = partial(_scan_all, scan_heads)
-    out = scan_documents(scan, tensors, context, layer=layer, name="state space")
+    shape = StateShape(hidden_states.shape[2], b.shape[3], hidden_states.shape[3], matrix=False)
+    scan, by_states = partial(_scan_all, scan_heads), StateScan(shape, scan_runs)
+    out = scan_documents(scan, tensors, context, layer=layer, name="state space", by_states=by_states)
     return _like_call(out, context, a, keywords.get("D"), keywords.get("dt_bias"))
 
 
@@ -326,16 +374,24 @@ def _state_space_in_float64(
     c: torch.Tensor,
     state: torch.Tensor | None,
     D: torch.Tensor | None,  # noqa: N803 - as the model's function calls it
-    dt_bias: torch.Tensor | None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute Mamba-2's scan: b are keys, c queries, and steps dt scale what is written and how far it decays."""
+    dt = _steps(dt, **keywords)
+    out, after = _in_float64(c, b, x * dt[..., None], dt * a.to(dt.dtype), state=state)
+    return out if D is None else out + D[:, None] * x, after
+
+
+def _steps(
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute Mamba-2's scan: b are keys, c queries, and steps dt scale what is written and how far it decays."""
+) -> torch.Tensor:
+    """Return how far tokens step, from what the model projects."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit)
-    out, after = _in_float64(c, b, x * dt[..., None], dt * a.to(dt.dtype), state=state)
-    return out if D is None else out + D[:, None] * x, after
+    return torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit)
 
 
 def _scan_all(

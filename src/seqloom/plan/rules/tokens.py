@@ -85,10 +85,12 @@ def pieces(plan: Plan) -> None:
                 )
                 must = "all pieces of a document are on the same ranks in the same shape"
                 raise violation("pieces", f"{here} is on {value}", must, f"use {first}")
-            if group.method == Method.GATHER or group.route is not None:
-                how = "a route" if group.route is not None else f"method {group.method}"
-                must = "a document in pieces needs method ring, without a route"
-                raise violation("pieces", f"{here} is in a group with {how}", must, "use method ring and no route")
+            if group.method == Method.GATHER or group.route is not None or group.states:
+                how = f"method {group.method}" if group.route is None else "a route"
+                how = "states that go from rank to rank" if group.states else how
+                must = "a document in pieces needs method ring, without a route, and scans of heads"
+                way_out = "use method ring and no route, and no states"
+                raise violation("pieces", f"{here} is in a group with {how}", must, way_out)
 
 
 def stage_spans(plan: Plan) -> None:

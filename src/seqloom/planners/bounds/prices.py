@@ -208,7 +208,7 @@ def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraff
 
     Above ``EVERY_SIZE`` ranks, of any size up to two nodes, then over whole nodes, four sizes per doubling. Without
     constants of links, the profile's own shapes. Where tensor-parallel groups split weights, of whole teams. Of a model
-    with latents, all of them once more with these.
+    with latents, all of them once more with these, and where scans can pass states, once more so.
     """
     if cost.engine.links is None:
         return [(shape, (cost.aligned_traffic(shape),)) for shape in cost.shapes]
@@ -223,8 +223,9 @@ def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraff
                     shape = GroupShape(ulysses, degree // ulysses, method)
                     traffics = _least_traffics(shape, cost)
                     found += [(shape, traffics)] * bool(traffics)
-    latents = [(shape._replace(latent=True), traffics) for shape, traffics in found if cost.model.latent]
-    return found + latents
+    found += [(shape._replace(latent=True), traffics) for shape, traffics in found if cost.model.latent]
+    passing = [(shape, traffics) for shape, traffics in found if shape.degree > 1 and cost.model.mixer_state]
+    return found + [(shape._replace(states=True), traffics) for shape, traffics in passing]
 
 
 def _grid(most: int) -> list[int]:
@@ -259,7 +260,7 @@ def _traffic_over_nodes(shape: GroupShape, blocks: int, nodes: int, nics: int, t
     """
     inner, ring = shape.ulysses, shape.ring
     fullest, least = min(blocks, ring - 1), -(-ring // nodes)
-    left = inner * min(b * (ring - b) for b in (least, fullest))
+    left = inner * min(b * (ring - b) for b in (least, fullest))  # of each rank to those of its Ulysses index
     counts = range(max(2, -(-ring // blocks)), min(nodes, ring) + 1)  # of nodes
     once = inner * min(-(-ring // count) * (count - 1) for count in counts)
 
@@ -272,6 +273,7 @@ def _traffic_over_nodes(shape: GroupShape, blocks: int, nodes: int, nics: int, t
         gather=traffic(ring - fullest, left),
         gather_once=traffic(1, once),
         tensor=MessageCounts(intra=tensor - 1),
+        everyone=traffic(inner * (ring - fullest), inner * left),
     )
 
 

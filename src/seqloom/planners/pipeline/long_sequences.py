@@ -86,7 +86,8 @@ class DocumentCosts:
     @property
     def degrees(self) -> tuple[int, ...]:
         """Degrees of groups for documents in pieces."""
-        return tuple(sorted({shape.degree for shape in self.shapes if shape.method == Method.RING}))
+        rings = (shape for shape in self.shapes if shape.method == Method.RING and not shape.states)
+        return tuple(sorted({shape.degree for shape in rings}))
 
     @cached_property
     def document_ns(self) -> np.ndarray:
@@ -122,7 +123,8 @@ class DocumentCosts:
 
         Keys and values made from them would take tens of times their memory until the last piece is done.
         """
-        every = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+        rings = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and not shape.states]
+        every = [s for s in rings if self.shapes[s].degree == degree]
         return [s for s in every if self.shapes[s].latent] or every
 
 
