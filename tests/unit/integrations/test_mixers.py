@@ -113,6 +113,18 @@ def test_the_operations_are_those_of_the_chunked_scan(name):
     assert spec.mixer_halo == (convolution.kernel_size[0] - 1) * convolution.out_channels
 
 
+def test_a_shared_expert_may_be_as_wide_as_there_are_experts():
+    sizes = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 4,
+        "moe_intermediate_size": 8,
+        "mlp_only_layers": [],
+    }
+    spec = describe_model(attach(tiny_model("qwen3-next", **sizes, decoder_sparse_step=1)), "m")
+    assert (spec.experts, spec.expert_ffn, spec.shared_ffn) == (4, 8, 4)
+
+
 def test_tensor_parallelism_is_refused():
     adapter = model_adapter(attach(tiny_model("lfm2")))
     with pytest.raises(SeqloomError, match="mixers that scan, whose weights are not cut; plan with tensor = 1"):

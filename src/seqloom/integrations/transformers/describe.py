@@ -158,7 +158,10 @@ def _feed_forward(layer: nn.Module, hidden: int) -> FeedForward:
         return FeedForward(width, gated)
     count = stacked[0][0]
     width, gated = _widths([shape[1:] for shape in stacked], hidden)
-    beside = [shape for shape in plain if hidden in shape and shape[0] not in (1, count)]  # not the router, not a gate
+    beside = [shape for shape in plain if hidden in shape and shape[0] != 1]  # not a gate
+    router = next((shape for shape in beside if shape[0] == count), None)
+    if router is not None:  # one of them: a shared expert may be as wide as there are experts
+        beside.remove(router)
     return FeedForward(_widths(beside, hidden)[0], gated, count, width)
 
 
