@@ -18,7 +18,8 @@ Nothing else differs from one process; gradients of states go back along the tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -63,15 +64,22 @@ class ScannedRuns(NamedTuple):
 
     Attributes:
         out: [tokens, heads, values].
-        reads: [tokens, heads, keys].
+        reads: [tokens, heads, keys]; or [tokens, fewer, keys] where as many heads each read alike, but for a factor.
         after: [heads, keys, values] each.
         transitions: as `StateShape` says.
+        factors: [tokens, heads], of what heads read; None: 1.
     """
 
     out: torch.Tensor
     reads: torch.Tensor
     after: Sequence[torch.Tensor]
     transitions: Sequence[torch.Tensor]
+    factors: torch.Tensor | None = None
+
+    def of_runs(self, lengths: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Yield out, reads and factors of every run."""
+        factors = [None] * len(lengths) if self.factors is None else self.factors.split(lengths)
+        return zip(self.out.split(lengths), self.reads.split(lengths), factors, strict=True)
 
 
 ScanRuns = Callable[[Tensors, tuple[int, ...]], ScannedRuns]
@@ -109,11 +117,13 @@ class StatePassing:
         held = [joined_runs(layout.spans(rank)) for rank in group.ranks]
         shared = [[run for run in runs if run.tokens < tokens[run.document]] for runs in held]
         numbered = {run: number for number, run in enumerate(run for runs in shared for run in runs)}
-        index = group.ranks.index(context.rank)
-        before = [
-            tuple(numbered[other] for other in sorted(numbered) if other < run and other.document == run.document)
-            for run in shared[index]
-        ]
+        index, so_far = group.ranks.index(context.rank), defaultdict[int, list[int]](list)
+        before: dict[Span, tuple[int, ...]] = {}
+        own = {*shared[index]}
+        for run in sorted(numbered):
+            if run in own:
+                before[run] = tuple(so_far[run.document])
+            so_far[run.document].append(numbered[run])
         return cls(
             context.transport,
             group.ranks,
@@ -122,7 +132,7 @@ class StatePassing:
             lengths=tuple(run.tokens for run in held[index]),
             whole=tuple(run.tokens == tokens[run.document] for run in held[index]),
             counts=tuple(map(len, shared)),
-            before=tuple(before),
+            before=tuple(before[run] for run in shared[index]),
         )
 
     def exchange(self, found: ScannedRuns | None, shape: StateShape, like: torch.Tensor) -> torch.Tensor:
@@ -147,17 +157,14 @@ class StatePassing:
             for row in exchanged.unbind(0)
         ]
         state, joined = None, ()
-        for out, reads, before in zip(found.out.split(lengths), found.reads.split(lengths), self.before, strict=True):
+        for (out, reads, factors), before in zip(found.of_runs(lengths), self.before, strict=True):
             if before[: len(joined)] != joined:  # of another document than the run before
                 state, joined = None, ()
             for after, transition in (states[number] for number in before[len(joined) :]):
                 moved = 0 if state is None else transition @ state if shape.matrix else transition * state
                 state = after + moved
             joined = before
-            if state is not None:
-                read = reads.transpose(0, 1) @ state.to(reads.dtype)
-                out = out + read.transpose(0, 1).to(out.dtype)
-            outs.append(out)
+            outs.append(out if state is None else out + _read(state, reads, factors).to(out.dtype))
         return outs
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
@@ -178,6 +185,15 @@ class StatePassing:
     def _all_to_all(self, output: torch.Tensor, sent: torch.Tensor, into: list[int], out_of: list[int]) -> None:
         flat = output.view(-1), sent.view(-1)
         all_to_all(self.transport, *flat, into, out_of, self.ranks, collective=self.collective)
+
+
+def _read(state: torch.Tensor, reads: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Return what tokens read of a state [heads, keys, values], [tokens, heads, values]."""
+    heads, keys, values = state.shape
+    groups = reads.shape[1]
+    shared = state.to(reads.dtype).view(groups, -1, keys, values).transpose(1, 2).flatten(2)  # heads that read alike
+    found = (reads.transpose(0, 1) @ shared).transpose(0, 1).reshape(len(reads), heads, values)
+    return found if factors is None else found * factors[..., None]
 
 
 def joined_runs(spans: Sequence[Span]) -> list[Span]:

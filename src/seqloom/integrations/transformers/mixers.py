@@ -239,7 +239,6 @@ def _gated_delta_rule(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Run the gated delta rule on query, key, value [1, tokens, heads, dim] and g, beta [1, tokens, heads]."""
-
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
 
     def scan_one(document: list[torch.Tensor], state: torch.Tensor | None) -> Any:
@@ -335,10 +334,8 @@ def _state_space(
         outs, after = zip(*(scan_one([each[None] for each in run], None) for run in runs), strict=True)
         logs = _steps(dt.to(sum_dtype(dt.dtype)), **keywords) * a
         decays = [each.cumsum(0).exp() for each in logs.split(lengths)]
-        reads = c.repeat_interleave(shared, 1) * torch.cat(decays)[..., None].to(c.dtype)
-        return ScannedRuns(
-            torch.cat(outs, dim=1).squeeze(0), reads, after, [each[-1][:, None, None] for each in decays]
-        )
+        last = [each[-1][:, None, None] for each in decays]
+        return ScannedRuns(torch.cat(outs, dim=1).squeeze(0), c, after, last, torch.cat(decays))
 
     tensors = [_own_rows(x, context) for x in (hidden_states, dt, b, c)]
     shape = StateShape(hidden_states.shape[2], b.shape[3], hidden_states.shape[3], matrix=False)
