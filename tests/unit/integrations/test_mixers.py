@@ -113,6 +113,24 @@ def test_the_operations_are_those_of_the_chunked_scan(name):
     assert spec.mixer_halo == (convolution.kernel_size[0] - 1) * convolution.out_channels
 
 
+@pytest.mark.parametrize("name", ["qwen3-next", "bamba"])
+def test_states_between_ranks_in_half_precision(name):
+    """Gradients of all parameters together: no further from float32 than twice what plain transformers is."""
+    exact, ids = tiny_model(name, dtype=torch.float32, max_position_embeddings=128), documents([90, 30])
+    half = copy.deepcopy(exact).to(torch.bfloat16)
+    plain = copy.deepcopy(half)
+    one_by_one(exact, ids)
+    one_by_one(plain, ids)
+    group = Group((0, 1), 1, 2, (Span(0, 0, 90), Span(1, 0, 30)), states=True)
+    _, found = run_step(half, ids, [(group,)], 2, Checkpoint.NONE, None)
+    wanted = gradients(exact)
+    own, one = (
+        sum(float((each[key].float() - true).square().sum()) for key, true in wanted.items())
+        for each in (found, gradients(plain))
+    )
+    assert own <= 4 * one  # squares
+
+
 def test_a_shared_expert_may_be_as_wide_as_there_are_experts():
     sizes = {
         "num_experts": 4,
