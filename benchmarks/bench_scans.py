@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> None:
     numbers = ("heads", "states", "sent heads", "sent states")
     shown = [(*(str(row[name]) for name in columns), *(f"{row[name]:.1f}" for name in numbers)) for row in rows]
     show("a document, ms, and of that its exchanges", (*columns, *numbers), shown)
-    write(arguments.out, __file__, arguments, {"ms": rows}, [], gpu=False)
+    lengths = "documents of 32K, 128K and 512K tokens"
+    write(arguments.out, __file__, arguments, {"ms": rows}, [], gpu=False, lengths=lengths)
 
 
 if __name__ == "__main__":
