@@ -67,7 +67,8 @@ def test_its_plans_change_nothing(recipe, tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["passed"] and len(report["plans"]) == 2
-    assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
+    largest = 1e-6 if recipe.stem == "latent-cpu" else 1e-9  # DeepSeek's router computes in float32
+    assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < largest
 
 
 @pytest.mark.slow
