@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seqloom.cost import GroupShape
 from seqloom.layout import Span
-from seqloom.plan import Group, Method, Remap
+from seqloom.plan import Method, Remap
 from seqloom.planners.bounds import lower_bound, policies_bound
 from seqloom.planners.bounds.prices import price_documents, remap_transfer_ns
 from seqloom.planners.bounds.step import ROUNDINGS
@@ -91,6 +91,7 @@ def test_the_order_of_documents_does_not_matter(cost, lengths, random):
         assert abs(first - second) <= 2e-3 * first
 
 
+MODELS = ("qwen3-0.6b", "llama3-8b", "minicpm3-4b")
 TINY = ("1x2xH200", "2x1xH200", "1x3xH100", "2x2xH200", "1x4xA100-40G", "1x2xA100-40G")
 
 
@@ -98,7 +99,7 @@ def tiny_case(seed):
     """Seeded case for the oracle: lengths, cost model, one policy, ns per token that changes its rank."""
     random, cluster = np.random.default_rng(seed), TINY[seed % len(TINY)]
     sharding = ("full", "hybrid", "none")[seed // len(TINY) % 3]
-    named = ("gpt-7b", "flexsp-a100") if "A100" in cluster else (("qwen3-0.6b", "llama3-8b")[seed % 2], None)
+    named = ("gpt-7b", "flexsp-a100") if "A100" in cluster else (MODELS[seed % len(MODELS)], None)
     cost = roomy_cost_model(cluster, *named, sharding, int(random.integers(3)))
     policy = cost.policies[random.integers(len(cost.policies))]
     lengths = random.lognormal(0, random.uniform(0.3, 1.8), int(random.integers(1, 4 if cost.ranks == 4 else 5)))
@@ -156,11 +157,10 @@ def test_no_group_is_cheaper_than_the_best_place_of_its_degree(data, cost, lengt
     blocks = data.draw(st.lists(st.sampled_from(cost.family.blocks(ulysses)), min_size=1, max_size=8, unique=True))
     method = data.draw(st.sampled_from(Method)) if len(blocks) > 1 else Method.RING
     ranks = tuple(rank for block in blocks for rank in block)
-    shape = GroupShape(ulysses, len(blocks), method, data.draw(st.booleans()))
+    latent = cost.model.latent > 0 and data.draw(st.booleans())
+    shape = GroupShape(ulysses, len(blocks), method, data.draw(st.booleans()), latent)
     policy = data.draw(st.sampled_from(cost.policies))
-    parts = cost.group_cost(
-        Group(ranks, ulysses, len(blocks), (Span(0, 0, length),), method, cost.route(shape, ranks)), policy
-    )
+    parts = cost.group_cost(cost.group(shape, ranks, (Span(0, 0, length),)), policy)
     prices = price_documents(np.array([float(length)]), cost, policy)
     row = prices.degree.tolist().index(shape.degree)
     least = prices.round_fixed + prices.group_fixed[:, row] + prices.cost[:, row, 0]

@@ -85,6 +85,14 @@ class CostEngine(ABC):
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
         """float64[shapes, n] ns of each document on the rank of a group that has most heads."""
 
+    def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """ns of a document, or a piece of one, however many tokens it has; parts are those of tokens."""
+        return {}
+
+    def scan_token_ns(self, policy: MemoryPolicy) -> float:
+        """ns per token of a rank, of the part ``linear``, that stays where attention has the token: scans."""
+        return 0.0
+
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns that so many tokens in front of a piece cost, beyond the query-key pairs that it reads."""
         return np.zeros(len(prefix))
@@ -156,7 +164,7 @@ class AnalyticEngine(CostEngine):
             memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners, cost.offload_optimiser),
             shard_ranks=shards,
             budget_bytes=math.floor(budget * GIB),
-            shapes=with_methods(plain, cluster.gpus_per_node, nics),
+            shapes=with_methods(plain, cluster.gpus_per_node, nics, model.latent > 0, model.mixer_state > 0),
             policies=tuple(MemoryPolicy(checkpoint, reduce) for reduce in reduces for checkpoint in checkpoints),
             matmul_share=compute.matmul_share,
             solo_time_ratio=profile.solo_time_ratio,
@@ -180,9 +188,10 @@ class AnalyticEngine(CostEngine):
         gather = 0.0 if policy.resident else 2 * self._collective(PARAMETER_BYTES)
         waits = policy.resident or policy.reduce == Reduce.STEP
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
+        matrices = self.model.attention_layers * self.compute.expansion_matrix(shape)
         return {
             "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + exposed * (gather + reduce),
-            "steps": self.model.attention_layers * steps * 1e3 + exposed * ring,
+            "steps": self.model.attention_layers * steps * 1e3 + exposed * ring + matrices,
             "ulysses": self.links.ulysses_latency(cp, traffic, checkpoint)
             + self.links.mixer_latency(shape, traffic, checkpoint),
             "ring": ring,
@@ -199,13 +208,27 @@ class AnalyticEngine(CostEngine):
         rates = self.prefix_token_ns(shape, policy, traffic)
         rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
         return rates | {
-            "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree,
+            "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree
+            + self.compute.scan(shape, policy.checkpoint),
             "head": self.compute.head() / shape.degree,
             "ulysses": ulysses.time + mixers.time,
             "network": ulysses.network + kv.network + tensor.network + mixers.network,
             "link": ulysses.link + kv.link + tensor.link + mixers.link,
             "tensor": tensor.time,
         }
+
+    def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """Halos of convolutions, and states of scans, which every rank joins."""
+        if not self.model.mixer_layers:
+            return {}
+        seen = traffic, policy.checkpoint
+        time, network, link = self.links.halo(shape, *seen) + self.links.states(shape, *seen)
+        joined = self.compute.joined_states(shape, policy.checkpoint)
+        return {"ulysses": time, "network": network, "link": link, "linear": joined}
+
+    def scan_token_ns(self, policy: MemoryPolicy) -> float:
+        """On one rank."""
+        return self.compute.scan(GroupShape(1, 1), policy.checkpoint)
 
     def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
         """Keys and values in front of a piece are shared again, like those of the piece, and gradients sent back."""
@@ -230,22 +253,29 @@ class AnalyticEngine(CostEngine):
         return links.ulysses(cp, *seen), links.kv(cp, *seen), links.tensor(shape, *seen), links.mixers(shape, *seen)
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
-        """Around attention all linear layers move, around the feed-forward only these."""
+        """Around attention all linear layers move, around the feed-forward only these; scans stay."""
         linear, head = self.compute.linear(policy.checkpoint), self.compute.head()
+        scan = self.scan_token_ns(policy)
         if remap == Remap.ATTENTION:
-            return {"linear": (linear, 0.0), "head": (head, 0.0)}
+            return {"linear": (linear, scan), "head": (head, 0.0)}
         moved = self.compute.feed_forward(policy.checkpoint)
-        return {"linear": (moved, linear - moved), "head": (0.0, head)}
+        return {"linear": (moved, linear - moved + scan), "head": (0.0, head)}
 
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
-        """The heads of the fullest Ulysses rank, and kernel calls."""
+        """The heads of the fullest Ulysses rank, kernel calls, and what making keys from latents takes more there."""
         rings = {shape.ring for shape in shapes}
         all_heads = {ring: self.compute.attention(lengths, ring, policy.checkpoint) for ring in rings}
         rows = []
         for shape in shapes:
             share = -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
             calls = self._kernel_call_ns(lengths, shape.kernel_calls, policy)
-            rows.append(all_heads[shape.ring] * share + calls)
+            row = all_heads[shape.ring] * share + calls
+            if shape.latent:
+                more = self.compute.expansion(shape, policy.checkpoint) - self.compute.unexpanded(
+                    shape, policy.checkpoint
+                )
+                row = row + self.model.attention_layers * more * lengths
+            rows.append(row)
         return np.stack(rows)
 
     def _kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
@@ -257,7 +287,8 @@ class AnalyticEngine(CostEngine):
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns: kernels are called once more and their results merged; gradients of the prefix are added up.
 
-        A rank meets all tokens of the prefix that a layer's mask shows, of its own heads.
+        A rank meets all tokens of the prefix that a layer's mask shows, of its own heads, which it makes from latents
+        once more where these are what the cache has.
         """
         calls = self._kernel_call_ns(prefix, shape.kernel_calls, policy)
         again = 3 / 2 if policy.checkpoint == Checkpoint.FULL else 1.0
@@ -266,7 +297,8 @@ class AnalyticEngine(CostEngine):
             layers * np.minimum(prefix if chunk is None else prefix % chunk, window or np.inf)
             for (window, chunk), layers in self.compute.masks
         )
-        return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(cp_shape(shape, self.tensor)) * met
+        each = self.links.prefix(cp_shape(shape, self.tensor)) + self.compute.expansion(shape, policy.checkpoint)
+        return calls + np.where(prefix > 0, merging, 0.0) + each * met
 
     def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
         """Gradients that were not reduced every round, the sum over replicas, the optimiser, the host."""

@@ -279,12 +279,13 @@ def kv_cache_bytes(cost: CostModel, layers: LayerRange, group: Group, tokens: in
     """(keys and values, their gradients) of a document of so many tokens in pieces, on each rank of its group.
 
     They stay for the whole document. A rank has the tokens of its ring index, and the key/value heads that its query
-    heads read.
+    heads read; or their latents.
     """
     model, tensor = cost.model, cost.tensor
     heads = kv_heads_per_rank(model.heads // tensor, model.kv_heads // tensor, group.ulysses // tensor)
     attending = -(-(layers.stop - layers.first) * model.attention_layers // model.layers)  # in stages of any layers
-    values = 2 * heads * model.head_dim * -(-tokens // group.ring) * attending
+    each = model.latent_values if group.latent else 2 * heads * model.head_dim
+    values = each * -(-tokens // group.ring) * attending
     return ACTIVATION_BYTES * values, KV_GRADIENT_BYTES * values
 
 

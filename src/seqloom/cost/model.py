@@ -151,7 +151,14 @@ class CostModel:
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
         resident = tuple(policy._replace(resident=True) for policy in self.engine.policies)
         by_checkpoint = {policy.checkpoint: policy for policy in reversed(self._fitting or resident)}
-        useful = [useful_shapes(partial(self.tables, policy=policy)) for policy in by_checkpoint.values()]
+        plain = tuple(shape for shape in self.shapes if not shape.latent and not shape.states)
+        useful = [
+            useful_shapes(partial(self.tables, policy=policy, shapes=shapes))
+            for policy in by_checkpoint.values()
+            for shapes in dict.fromkeys(
+                (plain, self.shapes)
+            )  # latents and states are further choices, and replace none
+        ]
         self.shapes = ordered(shape for shapes in useful for shape in shapes)
 
     def __repr__(self) -> str:
@@ -352,6 +359,9 @@ class CostModel:
         for name in rates[0]:
             column = np.array([rate[name] for rate in rates])[:, None]
             parts[name] = np.rint(column * lengths).astype(np.int64)
+        for row, (shape, traffic) in enumerate(places):
+            for name, each in self.engine.document_ns(shape, policy, traffic).items():
+                parts[name][row] += np.where(tokens > 0, round(each), 0)
         attention = self.engine.attention_ns(lengths, [shape for shape, _ in places], policy)
         return parts | {"attention": np.rint(attention).astype(np.int64)}
 
@@ -376,8 +386,8 @@ class CostModel:
         """int64[G] by part: ns that the spans of each of these groups of one shape and traffic add up to.
 
         A piece ``[a, b)`` adds what ``[0, b)`` costs beyond ``[0, a)``, so pieces add up to their document, and what
-        every further piece has of its own: the kernels are called once more, gradients of the prefix are added up, and
-        in a ring its keys and values are shared once more.
+        every further piece has of its own: the kernels are called once more, gradients of the prefix are added up, its
+        convolutions read the tokens before, and in a ring its keys and values are shared once more.
         """
         shape, traffic = place
         edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
@@ -394,6 +404,8 @@ class CostModel:
             rates = self.engine.prefix_token_ns(shape, policy, traffic) if shape.ring > 1 else {}
             further = {name: rate * prefix for name, rate in rates.items()}
             further["attention"] = self.engine.prefix_ns(prefix, shape, policy)
+            for name, each in self.engine.document_ns(shape, policy, traffic).items():
+                further[name] = further.get(name, 0.0) + np.where(prefix > 0, each, 0.0)
             for name, values in further.items():
                 np.add.at(sums[name], owner, np.rint(values).astype(np.int64))
         return sums
@@ -412,7 +424,7 @@ class CostModel:
         """The row of the tables that prices a group, and where its messages go."""
         shape = GroupShape(group.ulysses, group.ring, group.method)
         traffic = group_traffic(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
-        return shape._replace(routed=traffic.proxies > 0), traffic
+        return shape._replace(routed=traffic.proxies > 0, latent=group.latent, states=group.states), traffic
 
     def aligned_traffic(self, shape: GroupShape) -> GroupTraffic:
         """Traffic of the shape on any aligned block of the group family."""
@@ -438,7 +450,8 @@ class CostModel:
     def group(self, shape: GroupShape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
         """A group of this shape on these ranks, as planners put it into a plan."""
         own = tuple(ranks)
-        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
+        route = self.route(shape, own)
+        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, route, shape.latent, shape.states)
 
     # -- rounds, steps and plans ------------------------------------------------
 

@@ -21,6 +21,9 @@ class ModelSpec:
     ``expert_ffn``, of which a token takes ``active_experts``, beside one of width ``shared_ffn`` for all. In
     ``mixer_layers`` a mixer scans the tokens (linear attention, state space, short convolution), beside attention or in
     its place.
+
+    With ``latent`` (latent attention, MLA: DeepSeek) a token has one latent, from which keys and values of all heads
+    are made by a product, and one rotated key, which all heads share: ``rotated`` of the ``head_dim`` of a key.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
@@ -65,6 +68,26 @@ class ModelSpec:
     ``kv_heads`` of ``head_dim`` in all of them, by which exchanges of keys and values are priced in any case."""
     other_tables: int = 0
     """Parameters of tables that tokens are looked up in beside the embedding, such as inputs of single layers."""
+    mixer_heads: int = 0
+    """Heads of the scan; 0: any number of ranks share it evenly."""
+    mixer_flops: int = 0
+    """Operations of the convolution and the scan on a token, forward."""
+    mixer_halo: int = 0
+    """Values of the tokens before a run of tokens that its convolution reads."""
+    mixer_state: int = 0
+    """Values that say what a run of tokens makes of the state before it; 0: states do not go from rank to rank."""
+    mixer_run_flops: int = 0
+    """Operations of the convolution and the scan on a token, forward, where these values are found too."""
+    mixer_join_flops: int = 0
+    """Operations of taking the state before a run to the one after it."""
+    latent: int = 0
+    """Width of the latent of keys and values; 0: they are made from the hidden state."""
+    rotated: int = 0
+    """Width of the rotated key that stands beside a latent."""
+    value_dim: int = 0
+    """Width of a value head made from a latent, at most ``head_dim``."""
+    query_latent: int = 0
+    """Width of the latent of queries; 0: they are made from the hidden state."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -87,6 +110,7 @@ class ModelSpec:
         self._check_heads()
         self._check_experts()
         self._check_mixers()
+        self._check_latents()
 
     def _check_heads(self) -> None:
         complete = len(self.head_shapes) in (0, self.layers)
@@ -116,8 +140,22 @@ class ModelSpec:
             self._require((getattr(self, name) >= 1) == bool(self.mixer_layers), name, rule)
         within = 0 <= self.mixer_exchange <= self.mixer_values
         self._require(within, "mixer_exchange", f"must be 0 to {self.mixer_values}, as `mixer_values` says")
+        for name in ("mixer_heads", "mixer_flops", "mixer_halo", "mixer_state", "mixer_run_flops", "mixer_join_flops"):
+            known = getattr(self, name) >= 0 and (bool(self.mixer_layers) or not getattr(self, name))
+            self._require(known, name, "must be 0 or more, and is 0 without `mixer_layers`")
         self._require(self.attention_layers >= 1, "windows", "needs a layer with attention")
         self._require(0 not in self.windows or bool(self.mixer_layers), "windows", "holds 0 only beside mixers")
+
+    def _check_latents(self) -> None:
+        if not self.latent:
+            for name in ("rotated", "value_dim", "query_latent"):
+                self._require(not getattr(self, name), name, "needs latent attention: set `latent`, or leave it out")
+            return
+        self._require(self.latent >= 1, "latent", "must be at least 1, or 0 without latent attention")
+        self._require(self.kv_heads == self.heads, "kv_heads", f"must be {self.heads} with `latent`: as many as heads")
+        self._require(0 <= self.rotated < self.head_dim, "rotated", f"must be 0 to {self.head_dim - 1}, part of a key")
+        self._require(1 <= self.value_dim <= self.head_dim, "value_dim", f"must be 1 to {self.head_dim} with `latent`")
+        self._require(self.query_latent >= 0, "query_latent", "must be 0 or more")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
@@ -156,9 +194,25 @@ class ModelSpec:
         return self.head_shapes[layer] if self.head_shapes else (self.kv_heads, self.head_dim)
 
     def attention_parameters(self, layer: int) -> int:
-        """Weights of a layer's four attention projections; 0: it does not attend."""
-        kv_heads, dim = self.head_shape(layer)
-        return 2 * self.hidden * dim * (self.heads + kv_heads) if self.windows[layer] != 0 else 0
+        """Weights of a layer's attention projections; 0: it does not attend."""
+        if self.windows[layer] == 0:
+            return 0
+        if not self.latent:
+            kv_heads, dim = self.head_shape(layer)
+            return 2 * self.hidden * dim * (self.heads + kv_heads)
+        query, made_from = self.heads * self.head_dim, self.query_latent or self.hidden
+        down = self.hidden * (self.query_latent + self.latent + self.rotated)
+        return down + made_from * query + self.expansion_parameters + self.heads * self.value_dim * self.hidden
+
+    @property
+    def expansion_parameters(self) -> int:
+        """Weights by which a latent is multiplied to keys and values of all heads; 0 without latents."""
+        return self.latent * self.heads * (self.head_dim - self.rotated + self.value_dim)
+
+    @property
+    def latent_values(self) -> int:
+        """Values of a token that are enough to make its keys and values of all heads: latent and rotated key."""
+        return self.latent + self.rotated
 
     @property
     def attention_layers(self) -> int:
@@ -169,9 +223,9 @@ class ModelSpec:
     def tensor_degrees(self) -> tuple[int, ...]:
         """Legal tensor-parallel degrees, ascending: they divide query heads, key/value heads and the feed-forward.
 
-        Experts and mixers are not cut: a model that has some knows degree 1 only.
+        Experts, mixers and latents are not cut: a model that has some knows degree 1 only.
         """
-        if self.experts or self.mixer_layers:
+        if self._uncut:
             return (1,)
         shared = math.gcd(self.ffn, *(self.head_shape(layer)[0] for layer in range(self.layers)))
         return tuple(t for t in range(1, shared + 1) if shared % t == 0)
@@ -183,8 +237,14 @@ class ModelSpec:
             return
         nearest = min(legal, key=lambda t: (abs(t - degree), t))
         rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and a feed-forward of {self.ffn}"
-        why = "experts are not cut" if self.experts else "mixers are not cut" if self.mixer_layers else rule
+        why = f"{self._uncut} are not cut" if self._uncut else rule
         raise SeqloomError(f"model {self.name}: tensor degree {degree}; {why}; use {nearest}")
+
+    @property
+    def _uncut(self) -> str:
+        """What a layer has that tensor ranks do not share."""
+        kinds = {"experts": self.experts, "mixers": self.mixer_layers, "latents": self.latent}
+        return next((name for name, present in kinds.items() if present), "")
 
     def layer_parameters(self, layer: int, tensor: int = 1) -> int:
         """Parameters of layer ``layer``, all experts included; of each rank where ``tensor`` ranks share it.

@@ -369,12 +369,13 @@ def _check_spec(spec: ModelSpec, rope: Rope) -> None:
         "gated": (not spec.gated, "a feed-forward without gate"),
         "mixer_layers": (bool(spec.mixer_layers), "layers that scan"),
         "head_shapes": (bool(spec.head_shapes), "layers whose heads differ"),
+        "latent": (spec.latent > 0, "latent attention"),
     }
     for name, (has, what) in refused.items():
         if has:
             raise SeqloomError(
                 f"model {spec.name}: {name} = {getattr(spec, name)!r} means {what}; the reference transformer is a "
                 "dense decoder of the Llama family: choose llama3-8b or qwen3-0.6b, or a spec that is gated and has "
-                "neither experts, mixers, heads of single layers nor learned positions"
+                "neither experts, mixers, latents, heads of single layers nor learned positions"
             )
     rope.frequencies(spec.head_dim)

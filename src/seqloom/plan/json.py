@@ -10,8 +10,9 @@
 
 A round whose first layers offload their activations has `"offloaded_layers": 12` beside its checkpoint, and one whose
 last layers recompute less has `"lighter_layers": 5`. `"offload": true`, in files of earlier versions, means all layers.
-`actions` has one row per pipeline rank: the distinct `ranks` of the stages, in the order in which these name them.
-Reading is strict, see `seqloom.reader`.
+A group in which latents travel has `"latent": true`, one in which states of scans do `"states": true`. `actions` has
+one row per pipeline rank: the distinct `ranks` of the stages, in the order in which these name them. Reading is strict,
+see `seqloom.reader`.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ KEYS_OF_LIMITS = {"pad_multiple": "granule"}
 
 OPTIONAL: dict[type[Any], tuple[str, ...]] = {
     StageMicroBatch: ("offloaded_layers", "lighter_layers"),
+    Group: ("latent", "states"),
     Limits: ("offload_capacity",),
 }
-"""Attributes that files leave out where they are 0 or empty."""
+"""Attributes that files leave out where they are false, 0 or empty."""
 
 _CONTENT = ("limits", "sharding", "reduce", "documents", "pipelines")
 _OBJECTS = (Group, StageMicroBatch, Route, Stage, Pipeline, Limits)
@@ -184,12 +186,15 @@ def _read_layout(value: Any, where: str) -> Layout:
 _STAGE = _object(Stage, ranks=read_integers, layers=_read_layers, tensor=read_integer)
 _GROUP = _object(
     Group,
+    OPTIONAL[Group],
     ranks=read_integers,
     ulysses=read_integer,
     ring=read_integer,
     method=_choice(Method),
     route=_or_null(_object(Route, proxies=read_integers, slices=read_integer)),
     spans=_list(_read_span),
+    latent=read_bool,
+    states=read_bool,
 )
 _WORK = _object(
     StageMicroBatch,

@@ -33,7 +33,10 @@ class Group:
     """Ranks in order, `ulysses` x `ring`, and the spans they work on.
 
     Rank i of the group has Ulysses index `i % ulysses` and ring index `i // ulysses`. `method` and `route` are about
-    the ring: how keys and values are shared, and how they cross between nodes (None: each through its own NIC).
+    the ring: how keys and values are shared, and how they cross between nodes (None: each through its own NIC). With
+    `latent`, latents travel in their place, and are kept of a document in pieces; every rank expands them for its heads
+    (latent attention, MLA). With `states`, layers that scan pass states from rank to rank, instead of exchanging tokens
+    for heads.
     """
 
     ranks: tuple[int, ...]
@@ -42,6 +45,8 @@ class Group:
     spans: tuple[Span, ...]
     method: Method = Method.RING
     route: Route | None = None
+    latent: bool = False
+    states: bool = False
 
     @property
     def participants(self) -> tuple[int, ...]:

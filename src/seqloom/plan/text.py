@@ -17,8 +17,9 @@ A document's number alone stands for the whole document. Layers 0-32 are 0 to 31
 layout follows its groups, one line per rank. A line `host` is the row of a pipeline rank: host 0 is the ranks of
 stage 0, host 1 the next ranks that a stage names, and so on; stages with the same ranks share a row, such as
 `host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. `checkpoint selective lighter 5`: the last 5 layers recompute less; `checkpoint
-full offload 12`: the first 12 layers are offloaded, without a number all of them. Blank lines and lines that begin with
-# are skipped. Every error of reading names the line and the rule.
+full offload 12`: the first 12 layers are offloaded, without a number all of them. `ulysses 4 ring 1 latent`: latents
+travel in the place of keys and values; `ring 1 states`: states of scans in the place of heads. Blank lines and lines
+that begin with # are skipped. Every error of reading names the line and the rule.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def _work_lines(work: StageMicroBatch, documents: tuple[int, ...]) -> Iterator[s
             shape += f" method {group.method}"
         if group.route is not None:
             shape += f" route {_runs(group.route.proxies)} slices {group.route.slices}"
+        shape += " latent" * group.latent + " states" * group.states
         yield f"  group ranks {_runs(group.ranks)} {shape}: {spans}".rstrip()
     for name, layout in (("attention", work.attention), ("linear", work.linear)):
         if layout is not None:
@@ -133,7 +135,10 @@ _STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)")
 _ROUND = re.compile(
     r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: lighter (\d+))?(?: remap (\S+))?( offload(?: (\d+))?)?)?"
 )
-_GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
+_GROUP = re.compile(
+    r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?( latent)?( states)?"
+    r":(.*)"
+)
 _LAYOUT = re.compile(r"(attention|linear) axes ([12])")
 _RANK = re.compile(r"rank (\d+):(.*)")
 _ACTIONS = re.compile(r"host (\d+):(.*)")
@@ -304,11 +309,13 @@ def _read_groups(lines: _Lines, documents: tuple[int, ...]) -> tuple[Group, ...]
     groups = []
     while lines.peek().startswith("group "):
         form = "group ranks 0-7 ulysses 8 ring 1: 12 15[0:4096)"
-        ranks, ulysses, ring, method, proxies, slices, words = lines.match(_GROUP, form).groups()
+        found = lines.match(_GROUP, form).groups()
+        ranks, ulysses, ring, method, proxies, slices, latent, states, words = found
         spans = tuple(_read_span(lines, word, documents) for word in words.split())
         route = None if proxies is None else Route(_read_ranks(lines, proxies), lines.number(slices))
         shape = _read_ranks(lines, ranks), lines.number(ulysses), lines.number(ring)
-        groups.append(Group(*shape, spans, lines.choice(method or Method.RING, Method), route))
+        how = lines.choice(method or Method.RING, Method)
+        groups.append(Group(*shape, spans, how, route, latent is not None, states is not None))
     return tuple(groups)
 
 

@@ -429,7 +429,7 @@ def describe_trial(plan: Plan) -> str:
     first, length = groups[0], plan.documents[0]
     unit = "rounds" if first.spans[0].tokens == length else "pieces"
     more = f", {len(rounds)} {unit}" if len(rounds) > 1 else ""
-    shape = GroupShape(first.ulysses, first.ring, first.method)
+    shape = GroupShape.of(first)._replace(routed=False)
     return f"{len(groups)} of {shape}, each {len(first.spans)} x {length} tokens{more}"
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.forward_backward import FULL_SHARE, computing_ns, scale, share_between
 from seqloom.cost.plan_cost import (
     RoundTimes,
@@ -217,7 +217,7 @@ class IdenticalStages:
             return stage, number
         layers, first = self.layers[stage], self.first_rank[stage]
         groups = tuple(
-            (group.ranks[0] - first, group.ranks[-1] - first, group.ulysses, group.ring, group.method, group.spans)
+            (group.ranks[0] - first, group.ranks[-1] - first, GroupShape.of(group), group.spans)
             for group in work.groups
         )
         return layers.stop - layers.first, layers.has_head, work.offloaded_layers, stage in self.unsharded, groups

@@ -23,7 +23,8 @@ from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
 from seqloom.integrations.transformers.checks import FEED_FORWARD_TYPES, decoder_layers, decoder_of, unwrap
-from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, scanned_values
+from seqloom.integrations.transformers.latents import is_latent, latent_shape
+from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, mixer_costs, scanned_values
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Fetch nothing, and run no code of a folder."""
@@ -136,6 +137,7 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
         other_tables=sum(each.weight.numel() for each in _other_tables(causal) if not _is_position_table(each, causal)),
         **({} if not sparse else _experts(causal, parts[sparse[0]], tuple(sparse))),
         **_mixers(layers),
+        **_latents(layers),
     )
 
 
@@ -185,7 +187,10 @@ def _feed_forward(layer: nn.Module, hidden: int) -> FeedForward:
         return FeedForward(width, gated)
     count = stacked[0][0]
     width, gated = _widths([shape[1:] for shape in stacked], hidden)
-    beside = [shape for shape in plain if hidden in shape and shape[0] not in (1, count)]  # not the router, not a gate
+    beside = [shape for shape in plain if hidden in shape and shape[0] != 1]  # not a gate
+    router = next((shape for shape in beside if shape[0] == count), None)
+    if router is not None:  # one of them: a shared expert may be as wide as there are experts
+        beside.remove(router)
     return FeedForward(_widths(beside, hidden)[0], gated, count, width)
 
 
@@ -204,11 +209,27 @@ def _mixers(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
     found = {n: each for n, layer in enumerate(layers) for each in layer.modules() if is_mixer(each)}
     if not found:
         return {}
+    largest = max(map(mixer_costs, found.values()), key=lambda each: each.flops)
     return {
         "mixer_layers": tuple(found),
         "mixer_parameters": max(sum(each.numel() for each in mixer.parameters()) for mixer in found.values()),
         "mixer_values": max(map(convolved_values, found.values())) + max(map(scanned_values, found.values())),
         "mixer_exchange": max(map(scanned_values, found.values())),
+        **{f"mixer_{name}": value for name, value in largest._asdict().items()},
+    }
+
+
+def _latents(layers: Sequence[nn.Module]) -> Mapping[str, Any]:
+    """Return the fields of latent attention, of the first module that has it."""
+    module: Any = next((each for layer in layers for each in layer.modules() if is_latent(each)), None)
+    if module is None:
+        return {}
+    latent, rotated, _, values = latent_shape(module)
+    return {
+        "latent": latent,
+        "rotated": rotated,
+        "value_dim": values,
+        "query_latent": getattr(module, "q_lora_rank", None) or 0,
     }
 
 

@@ -608,9 +608,10 @@ def _shape_prices(cost: CostModel, lengths: tuple[int, ...]) -> ShapePrices:
     rates = shape_rates(cost, policy)
     attention = engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
     degree, layers, head = [], [], []
-    for (shape, token_ns, _), computing in zip(rates, attention, strict=True):
+    for (shape, token_ns, _, document_ns), computing in zip(rates, attention, strict=True):
         head_ns = engine.token_ns(shape, policy, GroupTraffic()).get("head", 0.0)
         degree.append(shape.degree)
         head.append(np.maximum(head_ns * tokens - 1.0, 0.0))
-        layers.append(np.maximum((token_ns[0] - head_ns) * tokens + computing - ROUNDED, 0.0))
+        own = (token_ns[0] - head_ns) * tokens + document_ns[0] + computing
+        layers.append(np.maximum(own - ROUNDED, 0.0))
     return ShapePrices(np.array(degree), np.stack(layers), np.stack(head))

@@ -310,7 +310,7 @@ def plan_resharding_pipeline(
         times = [tables.group_ns(index, np.arange(len(batch))) for index in range(len(shapes))]
         shape = shapes[times.index(min(times))]
         spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
-        groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
+        groups = [cost.group(shape, stage.ranks, spans) for stage in stages]
         rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
     rows = build_schedule("1f1b", config.stages, len(batches)).pipeline_actions()
     limits = tuple((policy.checkpoint, tokens) for policy, tokens in capacity.items())

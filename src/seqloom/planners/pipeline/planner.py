@@ -406,7 +406,7 @@ class PipelineSearch:
         most = max(policy_capacity(self.limits, policy) for policy in self.policies)
         whole = max(shape.degree for shape in shapes) * most
         in_pieces = [
-            self._longest_in_pieces(Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, ()), policy)
+            self._longest_in_pieces(self.cost.group(shape, range(shape.degree), ()), policy)
             for policy in self.policies
             for shape in shapes
         ]

@@ -67,10 +67,7 @@ def stage_micro_batch(
 ) -> StageMicroBatch:
     """One stage's part of a micro-batch, on the ranks of its pp_rank."""
     first = layout.pp_rank_of_stage[stage] * layout.ranks_per_stage
-    placed = [
-        Group(tuple(range(first + at, first + at + shape.degree)), shape.ulysses, shape.ring, spans, shape.method)
-        for shape, at, spans in groups
-    ]
+    placed = [cost.group(shape, range(first + at, first + at + shape.degree), spans) for shape, at, spans in groups]
     offloaded = policy.offloaded_layers(layout.layer_ranges[stage])
     return StageMicroBatch(sort_groups(placed, cost.node_size), policy.checkpoint, offloaded_layers=offloaded)
 
