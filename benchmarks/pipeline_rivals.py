@@ -41,8 +41,8 @@ def fixed_chunks(lengths: np.ndarray, cost: CostModel, layout: StageLayout, limi
     for spans in (spans for chain in chains for spans in chain):
         groups = (StageGroup(shape, 0, tuple(sorted(spans))),)
         works = [
-            stage_micro_batch(cost, layout, groups, host, ActivationPolicy(Checkpoint.NONE))
-            for host in layout.pp_rank_of_stage
+            stage_micro_batch(cost, layout, groups, stage, ActivationPolicy(Checkpoint.NONE))
+            for stage in range(len(layout.layers))
         ]
         rounds.append(Round(tuple(works)))
     pipeline = Pipeline(layout.stages, tuple(rounds), order.pipeline_actions())

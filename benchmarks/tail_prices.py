@@ -51,7 +51,7 @@ def budget(memory: float, longest: int) -> float:
     cost = priced(PLENTY_GIB)
     layout = StageLayout.of(cost, HOSTS)
     state = max(pp_rank_bytes(cost, shares, layout.shard_group_size(cost)) for shares in layout.ranges_by_pp_rank)
-    held = cost.memory.activation_bytes(layout.layer_ranges[0], Checkpoint.NONE, offload=False).held
+    held = cost.memory.activation_bytes(layout.layer_ranges[0], Checkpoint.NONE).held
     kept = memory * longest * (held + 2 * WIDTH * 2)
     return (state + kept + longest * 2 * WIDTH * 4) / 2**30
 

@@ -110,6 +110,16 @@ def threads():
         each.close()
 
 
+@pytest.fixture(scope="module")
+def copied_offloads():
+    """Activations of any size are offloaded, and overwritten where a GPU would use their memory again."""
+    from support.offloads import copy_on_cpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        copy_on_cpu(patch)
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_addoption(parser):
     """Let tests of tests/nccl run without a GPU."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from seqloom.cost import CostModel, Profile
 from seqloom.describe import Batch, Cluster, ModelSpec
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from seqloom.plan import Plan, Sharding
     from seqloom.simulate import Simulation
 
+T = TypeVar("T")
 GIB = 1024**3
 MS = 1e6
 """Nanoseconds per millisecond."""
@@ -45,6 +46,9 @@ def cost_model(
     capacity: int | None = None,
     stages: int = 1,
     float8: bool = False,
+    offload: bool | str = "auto",
+    offload_optimiser: bool = False,
+    host_gib: float | None = None,
 ) -> CostModel:
     """Build the cost model that prices plans.
 
@@ -59,6 +63,11 @@ def cost_model(
         capacity: tokens a GPU may hold in one round; None takes what fits in memory.
         stages: pipeline stages of the plans to come; with more than one, a model that fits only in stages is accepted.
         float8: linear layers multiply in float8, but for the gradients of weights.
+        offload: whether plans may keep activations in host memory: True where that is predicted to be faster, "auto"
+            for batches that fit in no other way, False never.
+        offload_optimiser: whether the optimiser's master weights and moments are in host memory.
+        host_gib: host memory per GPU that a plan may use; None takes the GPU's share of what the cluster has, if it
+            says that.
     """
     return CostModel(
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -70,7 +79,35 @@ def cost_model(
         capacity,
         stages,
         float8=float8,
+        offload=offload,
+        offload_optimiser=offload_optimiser,
+        host_gib=host_gib,
     )
+
+
+def with_fitting_optimiser(
+    run: Callable[[CostModel], T], build: Callable[[bool], CostModel], offload_optimiser: bool | str = "auto"
+) -> T:
+    """Return what `run` makes of a cost model, with the optimiser in host memory or not.
+
+    "auto": where memory does not hold the model or a document otherwise; not on CPUs, whose memory is the host's.
+
+    Args:
+        build: makes the cost model, given whether the optimiser is in host memory.
+    """
+    if offload_optimiser != "auto":
+        return run(build(offload_optimiser is True))
+    try:
+        return run(build(False))
+    except MemoryBudgetError as error:
+        refused = error
+    try:
+        cost = build(True)
+    except SeqloomError:
+        raise refused from None
+    if cost.cluster.device.name == "CPU":
+        raise refused
+    return run(cost)
 
 
 def plan(
@@ -84,6 +121,9 @@ def plan(
     budget_gib: float | None = None,
     max_length: int | None = None,
     float8: bool = False,
+    offload: bool | str = "auto",
+    offload_optimiser: bool | str = "auto",
+    host_gib: float | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Plan:
@@ -94,6 +134,7 @@ def plan(
         planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``,
             ``pipeline`` (``pipeline:4`` has 4 stages), ``hydraulis`` (sharding free), ``exact`` or ``auto``, the best
             of all without stages; under sharding free, of strategies too.
+        offload_optimiser: whether the optimiser is in host memory; "auto": if nothing else holds the batch.
         seed: of the planner's pseudo-random choices; same inputs and seed, same plan.
         options: of that planner, see its function in :mod:`seqloom.planners`.
 
@@ -102,17 +143,22 @@ def plan(
     from seqloom.planners import make_plan, requested_stages
 
     batch = _batch(lengths)
-    given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
-    given |= {"budget_gib": budget_gib, "max_length": max_length}
+    given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
+    given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
     stages = max(requested_stages([planner]), options.get("stages") or 1)
-    cost = cost_model(cluster, model, **given, stages=stages)
     if max_length is not None and batch.longest > max_length:
         index = int(np.argmax(batch.lengths > max_length))
         raise SeqloomError(
             f"sequence {index} has {int(batch.lengths[index]):,} tokens, max_length is {max_length:,}; "
             "drop it first (seqloom.drop_longer) or raise max_length"
         )
-    return make_plan(planner, batch.lengths, cost, seed=seed, **options)
+
+    def build(offloaded: bool) -> CostModel:
+        return cost_model(cluster, model, **given, stages=stages, offload_optimiser=offloaded)
+
+    return with_fitting_optimiser(
+        lambda cost: make_plan(planner, batch.lengths, cost, seed=seed, **options), build, offload_optimiser
+    )
 
 
 def simulate(
@@ -125,6 +171,8 @@ def simulate(
     budget_gib: float | None = None,
     max_length: int | None = None,
     float8: bool = False,
+    offload_optimiser: bool = False,
+    host_gib: float | None = None,
 ) -> Simulation:
     """Simulate a plan: step time, idle and communication shares, memory, a timeline.
 
@@ -132,7 +180,8 @@ def simulate(
     that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
     """
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
-    options |= {"budget_gib": budget_gib, "max_length": max_length}
+    options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
+    options["offload_optimiser"] = offload_optimiser
     return _simulate(plan, cost_model_of(plan, cluster, model, **options))
 
 
@@ -179,6 +228,11 @@ class Evaluation:
         """Peak memory of the fullest rank."""
         return float(self.simulation.peak_memory.max()) / GIB
 
+    @property
+    def peak_host_memory_gib(self) -> float:
+        """Most that a rank has in host memory: activations, and the optimiser if it is there."""
+        return float(self.simulation.peak_host_memory.max()) / GIB
+
     def figures(self) -> dict[str, Any]:
         """Return the figures that comparisons show, by their JSON keys."""
         return {
@@ -189,6 +243,7 @@ class Evaluation:
             "comm_share": float(self.simulation.comm_share),
             "idle_share": float(self.simulation.idle_share),
             "peak_memory_gib": self.peak_memory_gib,
+            "peak_host_memory_gib": self.peak_host_memory_gib,
             "plan_hash": self.plan.hash,
         }
 
@@ -254,17 +309,19 @@ def has_stages(plan: Plan) -> bool:
 
 
 def _simulate(plan: Plan, cost: CostModel) -> Simulation:
-    """Validate and simulate a plan; refuse one that needs more memory than the budget."""
+    """Validate and simulate a plan; refuse one that needs more memory, or host memory, than the budget."""
     from seqloom.simulate import simulate
 
     plan.validate()
     simulation = simulate(plan, cost)
-    rank = int(np.argmax(simulation.peak_memory))
-    peak = simulation.peak_memory[rank]
-    if peak > cost.budget_bytes:
-        raise SeqloomError(
-            f"the plan needs {peak / GIB:.1f} GiB on rank {rank}, the budget here is "
-            f"{cost.budget_bytes / GIB:.1f} GiB; give the budget and the maximum length it was made with, "
-            "or plan again"
-        )
+    needs = {"": (simulation.peak_memory, cost.budget_bytes)}
+    if cost.host_bytes is not None:
+        needs[" of host memory"] = simulation.peak_host_memory, cost.host_bytes
+    for what, (peak, budget) in needs.items():
+        rank = int(np.argmax(peak))
+        if peak[rank] > budget:
+            raise MemoryBudgetError(
+                f"the plan needs {peak[rank] / GIB:.1f} GiB{what} on rank {rank}, the budget here is "
+                f"{budget / GIB:.1f} GiB; give the budget and the maximum length it was made with, or plan again"
+            )
     return simulation

@@ -24,6 +24,10 @@ class LeftEarly(SeqloomError):  # noqa: N818 - nothing went wrong
     exit_code = 75
 
 
+class MemoryBudgetError(SeqloomError):
+    """A model or a document that the memory of a rank does not hold."""
+
+
 def unknown_name(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
     """Build the error for the name of a `kind`, such as ``"model"``, that is not an option; offer the nearest ones."""
     legal = sorted(options)

@@ -20,7 +20,7 @@ from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding
 from seqloom.train.model import gather_state_dict
 from support.steps import Found, Step, one_stage_plan, open_together, tiny_spec
-from support.tiny_models import tiny_model
+from support.tiny_models import HYBRIDS, tiny_model
 from support.two_layouts import shifted
 
 torch.set_num_threads(1)
@@ -258,16 +258,23 @@ def with_transformers(transport, name, lora, plan, make):
         pytest.param("llama-tied", False, Sharding.FULL, Remap.ATTENTION, marks=pytest.mark.slow),
         pytest.param("mixtral", False, Sharding.HYBRID, Remap.MLP, marks=pytest.mark.slow),
         pytest.param("llama", True, Sharding.FULL, Remap.MLP, marks=pytest.mark.slow),
+        ("minicpm3", False, Sharding.FULL, None),  # latents travel, and every rank has gradients of their projection
+        pytest.param("minicpm3", False, Sharding.HYBRID, Remap.ATTENTION, marks=pytest.mark.slow),
+        ("bamba", False, Sharding.FULL, None),  # states do, and a rank without tokens scans nothing
+        pytest.param("qwen3-next", False, Sharding.HYBRID, Remap.ATTENTION, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.filterwarnings("ignore")  # transformers warns of missing kernels
 def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, sharding, remap):
     spans = tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths))
     alone = one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1)
     wanted = with_transformers(SingleRankTransport(), name, lora, alone, None)
-    plan = planned(sharding=sharding, checkpoint=KINDS)
+    rounds = [[replace(group, latent=True, states=True) for group in groups] for groups in ROUNDS]
+    plan = planned(rounds, sharding=sharding, checkpoint=KINDS)
     plan = plan if remap is None else shifted(plan, remap)
     found = gloo_pool.run(with_transformers, name, lora, plan, sharding, ranks=8)
-    assert max(each.worst(wanted) for each in found) < 1e-9
+    tolerance = 1e-6 if name in HYBRIDS else 1e-9  # mixers compute norms and decays in float32
+    assert max(each.worst(wanted) for each in found) < tolerance
 
 
 def refused(transport, step):

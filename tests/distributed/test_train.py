@@ -12,7 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import LlamaForCausalLM
 
+from seqloom.cost import CostModel
 from seqloom.data import StoreWriter
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.plan import Checkpoint
 from seqloom.train.config import Config
 from seqloom.train.logging import PHASES, read_steps
 from seqloom.train.model import build_reference
@@ -102,6 +105,44 @@ def test_the_loss_falls_and_the_summary_says_so(whole):
     assert (summary["first_loss"], summary["final_loss"]) == (losses[0], losses[-1])
     assert losses[-1] < losses[0]
     assert summary["tokens_per_second"] > 0 and summary["measured_ms"] > 0 and summary["predicted_ms"] > 0
+
+
+def test_an_optimiser_in_host_memory_changes_nothing(seqloom_here, place, whole):
+    _, losses = trained(seqloom_here, place, "offloaded", "--ranks", "2", optimiser__offload="true")
+    assert losses == whole[1]
+    models = [place / run / "model" / "model.safetensors" for run in ("offloaded", "whole")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_half_a_run_in_host_memory_is_foreseen_and_gone_on_from(seqloom_here, place):
+    """Six layers in a memory that holds two; the optimiser is in host memory too, in the second half nothing is."""
+    (place / "deep.toml").write_text(TINY.replace("layers = 2", "layers = 6"))
+    deep = {"model.spec": place / "deep.toml", "evaluation.every": 0}
+    there = {"optimiser.offload": "true", "plan.offload": "true", "plan.budget_gib": tight(place), "plan.capacity": ""}
+    words = command(place, "half", deep | there | {"run.steps": STEPS // 2})
+    report = seqloom_here("check", *words[1:], "--ranks", "2", "--json")
+    away = json.loads(report.stdout)["offloaded"]
+    assert away["activations"]["steps"] > 0 < away["activations"]["host_bytes"]
+    assert away["optimiser"]["host_bytes"] > 0 < away["optimiser"]["update_ns"]
+    text = seqloom_here("check", *words[1:], "--ranks", "2").stdout
+    assert "layers go to host memory in" in text and "The optimiser is in host memory" in text
+    losses = {}
+    for run, *settings in (("here", deep), ("half", deep | there | {"run.steps": STEPS // 2}, deep)):
+        for each in settings:
+            done = seqloom_here(*command(place, run, each), "--ranks", "2")
+            assert done.returncode == 0, done.stderr
+        losses[run] = [step.loss for step in read_steps(place / run / "metrics.jsonl")]
+    np.testing.assert_allclose(losses["half"], losses["here"], rtol=1e-9)
+
+
+def tight(place: Path) -> float:
+    """GiB that hold the longest document on two ranks only if all layers are offloaded."""
+    spec = ModelSpec.load(str(place / "deep.toml"))
+    cost = CostModel(Cluster.parse("1x2xCPU"), spec, "cpu", max_length=200, offload_optimiser=True)
+    policy = next(policy for policy in cost.policies if policy.checkpoint == Checkpoint.FULL)
+    per_token = cost.memory.token_bytes(policy, spec.layers)
+    assert 100 * per_token < 99 * cost.memory.token_bytes(policy)
+    return (cost.memory.fixed_bytes(policy) + 100 * per_token) / 2**30
 
 
 def test_the_phases_of_a_step_add_up_and_a_cpu_has_neither_mfu_nor_memory(place, whole):

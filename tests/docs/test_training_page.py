@@ -1,5 +1,6 @@
 """docs/training.md is run, one block after the other in one folder, and says what the code says."""
 
+import json
 import os
 import re
 import shutil
@@ -61,3 +62,17 @@ def test_where_rounds_remap():
         kind.upper() if kind == "mlp" else kind for kind in Remap
     ]
     assert all(f"`{name}`" in table for name in MLP_NAMES[:3]) and run_in_mlp_layout.__name__ in table
+
+
+def test_the_table_of_memory_is_that_of_the_committed_result():
+    result = json.loads((ROOT / "benchmarks" / "results" / "gpu_memory.json").read_text())["figures"]
+    found = {(row["cluster"], row["model"], row["in_host_memory"]): row for row in result["predicted"]}
+    names = {"Qwen3-1.7B, one H200": ("1x1xH200", "qwen3-1.7b"), "Llama-3-8B, one H200": ("1x1xH200", "llama3-8b")}
+    names |= {"Qwen3-1.7B, eight H200": ("1x8xH200", "qwen3-1.7b"), "Llama-3-8B, eight H200": ("1x8xH200", "llama3-8b")}
+    for name, key in names.items():
+        longest = [found[*key, kind]["longest"] for kind in ("nothing", "activations", "optimiser", "both")]
+        assert f"| {name} | {' | '.join(f'{each:,}' if each else 'none' for each in longest)} |" in PAGE
+    seconds = {kind: found["1x1xH200", "qwen3-1.7b", kind]["steps"] for kind in ("nothing", "activations", "optimiser")}
+    long = [f"{seconds[kind]['262144']['seconds']:.1f} s" for kind in ("nothing", "activations")]
+    short = [f"{seconds[kind]['65536']['seconds']:.1f} s" for kind in ("nothing", "optimiser")]
+    assert all(each in PAGE for each in (*long, *short)) and result["measured"] is None

@@ -30,6 +30,7 @@ KINDS = {
     "qwen3-next": {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32},  # gated delta rule
     "bamba": MAMBA,
     "falcon-h1": {**MAMBA, "mamba_d_ssm": 256},
+    "minicpm3": {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32},  # latents
 }
 
 

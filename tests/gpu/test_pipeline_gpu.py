@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from seqloom.dist import Ranks, SingleRankTransport
-from seqloom.engine import bind_plan, executor, run_step
+from seqloom.engine import bind_plan, run_step
 from seqloom.layout import Span
-from seqloom.models import ModelAdapter, Transformer, defer_weight_gradients, recompute_layers
+from seqloom.models import ModelAdapter, Transformer, defer_weight_gradients, offload, recompute_layers
 from seqloom.params import ReplicatedParameters
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.schedules import build_schedule
@@ -30,7 +30,14 @@ def planned(step, name, hosts, width, pieces, offloads, kinds):
         low, high = (step.lengths[document] * (piece + k) // count for k in (0, 1))
         spans, kind = (Span(document, low, high),), kinds[number % len(kinds)]
         rounds.append(
-            Round(tuple(StageMicroBatch((Group(s.ranks, width, 1, spans),), kind, offload=offloads) for s in stages))
+            Round(
+                tuple(
+                    StageMicroBatch(
+                        (Group(s.ranks, width, 1, spans),), kind, offloaded_layers=s.layer_count if offloads else 0
+                    )
+                    for s in stages
+                )
+            )
         )
     limits = Limits(hosts * width, hosts * width, step.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
     line = Pipeline(stages, tuple(rounds), schedule.pipeline_actions())
@@ -50,7 +57,7 @@ def spread(step, plan, transport):
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize(("name", "hosts"), [("seq1f1b-zb", 2), ("zb-v", 2)])
 def test_stages_of_two_ranks_are_one_process(name, hosts, offloads, monkeypatch):
-    monkeypatch.setattr(executor, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(offload, "MIN_ELEMENTS", 1)
     pieces = 2 if name == "seq1f1b-zb" else 1
     plan, wanted = planned(STEP, name, hosts, 2, pieces, offloads, tuple(Checkpoint)), STEP.alone()
     plan.validate()

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from seqloom.cost import GroupShape
 from seqloom.layout import Span
-from seqloom.plan import Group, Method, Remap
+from seqloom.plan import Method, Remap
 from seqloom.planners.bounds import lower_bound, policies_bound
 from seqloom.planners.bounds.prices import price_documents, remap_transfer_ns
 from seqloom.planners.bounds.step import ROUNDINGS
 from seqloom.planners.problem import fitting_problems
-from seqloom.planners.recompute import with_lighter_layers
+from seqloom.planners.recompute import with_layer_choices
+from seqloom.simulate import simulate
 from support.overlapping import shortest_overlapping_step
 from support.strategies import batches, cost_models, roomy_cost_model
 from support.strategies_overlap import overlapping_plans
@@ -90,6 +91,7 @@ def test_the_order_of_documents_does_not_matter(cost, lengths, random):
         assert abs(first - second) <= 2e-3 * first
 
 
+MODELS = ("qwen3-0.6b", "llama3-8b", "minicpm3-4b")
 TINY = ("1x2xH200", "2x1xH200", "1x3xH100", "2x2xH200", "1x4xA100-40G", "1x2xA100-40G")
 
 
@@ -97,7 +99,7 @@ def tiny_case(seed):
     """Seeded case for the oracle: lengths, cost model, one policy, ns per token that changes its rank."""
     random, cluster = np.random.default_rng(seed), TINY[seed % len(TINY)]
     sharding = ("full", "hybrid", "none")[seed // len(TINY) % 3]
-    named = ("gpt-7b", "flexsp-a100") if "A100" in cluster else (("qwen3-0.6b", "llama3-8b")[seed % 2], None)
+    named = ("gpt-7b", "flexsp-a100") if "A100" in cluster else (MODELS[seed % len(MODELS)], None)
     cost = roomy_cost_model(cluster, *named, sharding, int(random.integers(3)))
     policy = cost.policies[random.integers(len(cost.policies))]
     lengths = random.lognormal(0, random.uniform(0.3, 1.8), int(random.integers(1, 4 if cost.ranks == 4 else 5)))
@@ -128,9 +130,24 @@ def test_no_drawn_plan_is_below_the_bound(data, cost, lengths):
         return
     plan = data.draw(overlapping_plans(cost, lengths))
     plan.validate()
-    lighter = with_lighter_layers(plan, cost)
+    lighter = with_layer_choices(plan, cost)
     lighter.validate()
     assert lower_bound(lengths, cost) <= cost.plan_ns(lighter) <= cost.plan_ns(plan)
+
+
+@settings(max_examples=40)
+@given(st.data(), cost_models(max_ranks=8, published=False), batches(max_documents=12), st.floats(0.3, 1.0))
+def test_no_offloaded_plan_is_below_the_bound_and_all_fit(data, cost, lengths, share):
+    """Batches whose longest document fills so much of the largest group, most of them only with offloaded layers."""
+    own = cost.with_offload()
+    most = max(map(own.capacity, own.policies)) * max(shape.degree for shape in own.shapes)
+    lengths = np.maximum(1, (lengths * (share * most / lengths.max())).astype(np.int64))
+    drawn = data.draw(overlapping_plans(own, lengths))
+    plan = with_layer_choices(drawn, own)
+    plan.validate()
+    assert simulate(plan, own).peak_memory.max() <= own.budget_bytes
+    assert lower_bound(lengths, own) <= own.plan_ns(plan)
+    assert with_layer_choices(plan, own) == plan
 
 
 @settings(max_examples=40)
@@ -140,11 +157,10 @@ def test_no_group_is_cheaper_than_the_best_place_of_its_degree(data, cost, lengt
     blocks = data.draw(st.lists(st.sampled_from(cost.family.blocks(ulysses)), min_size=1, max_size=8, unique=True))
     method = data.draw(st.sampled_from(Method)) if len(blocks) > 1 else Method.RING
     ranks = tuple(rank for block in blocks for rank in block)
-    shape = GroupShape(ulysses, len(blocks), method, data.draw(st.booleans()))
+    latent = cost.model.latent > 0 and data.draw(st.booleans())
+    shape = GroupShape(ulysses, len(blocks), method, data.draw(st.booleans()), latent)
     policy = data.draw(st.sampled_from(cost.policies))
-    parts = cost.group_cost(
-        Group(ranks, ulysses, len(blocks), (Span(0, 0, length),), method, cost.route(shape, ranks)), policy
-    )
+    parts = cost.group_cost(cost.group(shape, ranks, (Span(0, 0, length),)), policy)
     prices = price_documents(np.array([float(length)]), cost, policy)
     row = prices.degree.tolist().index(shape.degree)
     least = prices.round_fixed + prices.group_fixed[:, row] + prices.cost[:, row, 0]

@@ -9,7 +9,7 @@ from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 
-MODELS = ("llama3-8b", "qwen2.5-0.5b", "qwen3-30b-a3b", "qwen2.5-7b", "gpt-7b")
+MODELS = ("llama3-8b", "qwen2.5-0.5b", "qwen3-30b-a3b", "qwen2.5-7b", "gpt-7b", "deepseek-v2-lite", "minicpm3-4b")
 
 
 @st.composite

@@ -69,7 +69,7 @@ class PlainStep(Step):
 
     def alone(self):
         model = tiny_model(self.name)
-        logits, (ids, labels) = one_by_one(model, self.documents()[0]), self.documents()
+        logits, (_, labels) = one_by_one(model, self.documents()[0]), self.documents()
         loss = sum(
             torch.nn.functional.cross_entropy(*each, reduction="sum", ignore_index=-100)
             for each in zip(logits, labels, strict=True)

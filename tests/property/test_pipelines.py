@@ -23,6 +23,7 @@ from support.side_by_side import side_by_side_plans
 from support.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("copied_offloads")
 
 
 def differences(threads, step, plan, wanted, **options):

@@ -1,5 +1,6 @@
 """Other stages in every step: whatever came before, loss, norm and every gradient are those of one process."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from support.side_by_side import side_by_side_plans
 from support.steps import Found
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("copied_offloads")
 
 
 @settings(max_examples=6)

@@ -19,6 +19,7 @@ from support.tiny_models import tiny_model
 from support.two_layouts import with_linear_layouts
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("copied_offloads")
 
 
 @given(st.data())

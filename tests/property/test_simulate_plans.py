@@ -16,7 +16,7 @@ from seqloom.layout import Span
 from seqloom.plan import ActionKind, Pipeline, Plan, Round, Sharding, StageMicroBatch
 from seqloom.simulate import DeadlockError, simulate
 from support.strategies import plans
-from support.strategies_groups import lighter_layers
+from support.strategies_groups import lighter_layers, offloaded_layers
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 WORKING = {F, B, ActionKind.I, W}
@@ -106,6 +106,26 @@ def test_lighter_layers_take_a_time_between_both_checkpoints(drawn, data):
     times = [simulate(each, cost).step_ns for each in plans]
     assert times == [cost.plan_ns(each) for each in plans]
     assert times[0] <= times[1] <= times[2]
+
+
+@given(one_stage(), st.data())
+def test_offloaded_layers_take_the_closed_form_and_never_less_than_those_that_stay(drawn, data):
+    plan, cost = drawn
+    [line] = plan.pipelines
+    works = [current.by_stage[0] for current in line.rounds]
+    away = [data.draw(offloaded_layers(work, cost.model.layers)) for work in works]
+    more = [replace(work, offloaded_layers=cost.model.layers) for work in works]
+    plans = [
+        replace(plan, pipelines=(replace(line, rounds=tuple(Round((work,)) for work in each)),))
+        for each in (works, away, more)
+    ]
+    found = [simulate(each, cost) for each in plans]
+    for each in found:
+        check(each)
+    times = [each.step_ns for each in found]
+    assert times == [cost.plan_ns(each) for each in plans]
+    assert times[0] <= times[1] <= times[2]
+    assert not found[0].peak_host_memory.any() and (found[1].peak_host_memory <= found[2].peak_host_memory).all()
 
 
 def entry_has_streams(parts):

@@ -4,7 +4,6 @@ import copy
 import importlib.util
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention import KVCache
-from seqloom.dist import bind, run_ranks
-from seqloom.integrations.transformers import attach, model_adapter
-from seqloom.layout import Layout, Span
-from seqloom.models.adapter import ModelWithLoss
-from seqloom.models.layer_wrapper import recompute_layers
-from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
-from support.tiny_models import HYBRIDS, documents, gradients, one_by_one, targets, tiny_model
+from seqloom.plan import Checkpoint, Remap
+from support.model_steps import assert_near, run_step, steps, summed
+from support.tiny_models import HYBRIDS, documents, gradients, one_by_one, tiny_model
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of missing kernels
-SHAPES = [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (1, 5)]  # up to more ranks than there are heads
 TOLERANCE = {("lfm2", torch.float64): 1e-9, "others": 1e-6, torch.float32: 1e-4}
 """Others than LFM2 compute their norms or decays in float32 also where the model is in float64."""
 
@@ -39,70 +32,19 @@ def plain_scans():
 
 
 @st.composite
-def steps(draw):
-    """(lengths, groups of every round, ranks): document 0 in one piece or several, others whole in any round.
-
-    A last rank may be in no group.
-    """
-    ulysses, ring = draw(st.sampled_from(SHAPES))
-    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
-    cuts = sorted(draw(st.sets(st.integers(1, lengths[0] - 1), max_size=2))) if lengths[0] > 1 else []
-    edges = [0, *cuts, lengths[0]]
-    rounds = [[Span(0, start, stop)] for start, stop in pairwise(edges)]
-    for document, length in enumerate(lengths[1:], 1):
-        rounds[draw(st.integers(0, len(cuts)))].append(Span(document, 0, length))
-    ranks, groups = tuple(range(ulysses * ring)), []
-    for spans in rounds:
-        spans = draw(st.permutations(spans))
-        apart = len(spans) - 1 if draw(st.booleans()) else 0  # in a group of their own, on the last rank
-        whole = tuple(span for span in spans if span.document)[:apart]
-        shared = tuple(span for span in spans if span not in whole)
-        groups.append((Group(ranks, ulysses, ring, shared), *([Group(ranks[-1:], 1, 1, whole)] if whole else [])))
-    return lengths, groups, len(ranks) + draw(st.integers(0, 1))
-
-
-def moved(groups, remap, ranks):
-    """The work of a round in which the rank before has the tokens outside of attention, or of the MLP."""
-    work = StageMicroBatch(groups, Checkpoint.NONE)
-    if remap is None:
-        return work
-    layout = work.attention_layout()
-    boxes = [((rank + 1) % ranks, *span) for rank in range(ranks) for span in layout.spans(rank)]
-    return replace(work, linear=Layout.of(boxes), remap=remap)
-
-
-def run(model, ids, rounds, ranks, keep, remap):
-    """Return the loss and the gradients of a step, summed over ranks; every rank has all of them."""
-    models = [attach(copy.deepcopy(model)) for _ in range(ranks)]
-    pieces = tuple(span for groups in rounds for group in groups for span in group.spans if span.document == 0)
-    labels = [targets(each) for each in ids]
-
-    def body(transport):
-        adapter, kv_cache, losses = model_adapter(models[transport.rank]), KVCache(), []
-        recompute_layers(adapter.layers)
-        for groups in rounds:
-            work = replace(moved(groups, remap, ranks), checkpoint=keep)
-            context = bind(work, transport, pieces={0: pieces}, kv_cache=kv_cache)
-            rows = [
-                torch.cat([each[d][a:b] for d, a, b in context.spans] or [torch.empty(0, dtype=torch.int64)])
-                for each in (ids, labels)
-            ]
-            losses.append(ModelWithLoss(adapter)(*rows, context))
-        for loss in reversed(losses):
-            loss.backward()
-        kv_cache.check_empty()
-        return sum(float(loss) for loss in losses)
-
-    loss = sum(run_ranks(ranks, body, strict=True))
-    assert all(parameter.grad is not None for own in models for parameter in own.parameters())
-    each = [gradients(own) for own in models]
-    return loss, {name: sum(found[name] for found in each) for name in each[0]}
+def steps_with_states(draw):
+    """Steps in some of whose groups, of whole documents, ranks pass states."""
+    lengths, rounds, ranks = draw(steps())
+    if len(rounds) > 1:
+        return lengths, rounds, ranks
+    groups = tuple(replace(group, states=draw(st.booleans())) for group in rounds[0])
+    return lengths, [groups], ranks
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @settings(max_examples=max(1, settings().max_examples // 8))
 @given(
-    case=steps(),
+    case=steps_with_states(),
     keep=st.sampled_from([Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL]),
     remap=st.sampled_from([None, *Remap]),
     dtype=st.sampled_from([torch.float64, torch.float32]),
@@ -115,13 +57,6 @@ def test_loss_and_gradients_equal_those_of_plain_transformers(plain_scans, name,
     with plain_scans(plain) if dtype == torch.float64 else nullcontext():
         logits = one_by_one(plain, ids)
     wanted = gradients(plain)
-    loss, found = run(model, ids, rounds, ranks, keep, remap)
-    expected = sum(
-        float(torch.nn.functional.cross_entropy(a, targets(b), reduction="sum", ignore_index=-100))
-        for a, b in zip(logits, ids, strict=True)
-    )
+    found = run_step(model, ids, rounds, ranks, keep, remap)
     tolerance = TOLERANCE.get((name, dtype)) or TOLERANCE.get(dtype) or TOLERANCE["others"]
-    assert abs(loss - expected) <= tolerance * max(expected, 1.0)
-    floor = 1e-3 * max(float(each.norm()) for each in wanted.values())
-    for key, gradient in wanted.items():
-        assert float((found[key] - gradient).norm()) <= tolerance * max(float(gradient.norm()), floor), key
+    assert_near(found, (summed(logits, ids), wanted), tolerance)

@@ -161,6 +161,12 @@ class RankResult(NamedTuple):
     dsinks: torch.Tensor | None = None
 
 
+def rows_of_pack(case: Case, context: Context) -> torch.Tensor:
+    """Where a rank's tokens are in the pack, int64[tokens]."""
+    first = torch.tensor(np.cumsum(case.lengths) - case.lengths, device=context.device)
+    return first[context.documents] + context.positions
+
+
 def attend(
     transport: Transport, case: Case, inputs: Inputs, kernels: Kernel | None = None, device: str | None = None
 ) -> RankResult:
@@ -170,8 +176,7 @@ def attend(
     family = GroupFamily.cached(case.world, case.world)
     places = {"node_size": case.node_size, "tensor": case.tensor}
     context = bind(case.work, transport, device=inputs.q.device, family=family, **places)
-    first = torch.tensor(np.cumsum(case.lengths) - case.lengths, device=inputs.q.device)
-    rows = first[context.documents] + context.positions
+    rows = rows_of_pack(case, context)
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])
     sinks = case.sink_leaf(q)
     options = {"causal": case.causal, **case.options, "sinks": sinks, "kernels": kernels}

@@ -10,7 +10,7 @@ It serves up to about 4 documents on 4 ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -52,7 +52,9 @@ def legal_groups(cost: CostModel) -> list[Group]:
                     if cost.engine.links is None and plain not in cost.shapes:
                         continue  # published constants know their own shapes only
                     ways = [cost.group(plain._replace(routed=routed), ranks, ()) for routed in (False, True)]
-                    found += ways[: 1 if ways[1].route is None else 2]
+                    ways = ways[: 1 if ways[1].route is None else 2]
+                    found += ways
+                    found += [replace(way, latent=True) for way in ways if cost.model.latent]
     return found
 
 
@@ -100,7 +102,7 @@ def price_places(lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy, gro
 
 def _with(group: Group, sizes: list[int]) -> Group:
     spans = tuple(Span(k, 0, size) for k, size in enumerate(sizes))
-    return Group(group.ranks, group.ulysses, group.ring, spans, group.method, group.route)
+    return replace(group, spans=spans)
 
 
 def shortest_overlapping_step(

@@ -28,7 +28,7 @@ from seqloom.plan import (
     sort_groups,
 )
 from support.steps import Step, tiny_spec
-from support.strategies_groups import Shape, group_shapes, lighter_layers
+from support.strategies_groups import Shape, group_shapes, layer_choices
 from support.tables import Table, later_pieces, rows_in_order
 from support.two_layouts import Box, with_layout
 
@@ -202,7 +202,7 @@ def grouped_rounds(
             tuple(
                 draw(
                     _works(spans, [home[span.document][s] for span in spans], own, shard_groups, stage.tensor).flatmap(
-                        partial(lighter_layers, layers=stage.layer_count)
+                        partial(layer_choices, layers=stage.layer_count)
                     )
                 )
                 for s, stage in enumerate(stages)
@@ -229,8 +229,7 @@ def _works(
     for span, shape in zip(spans, shapes, strict=True):
         by_shape.setdefault(shape, []).append(span)
     groups = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
-    checkpoint, offload = draw(st.sampled_from(Checkpoint)), draw(st.booleans())
-    work = StageMicroBatch(sort_groups(groups, own.node_size), checkpoint, offload=offload)
+    work = StageMicroBatch(sort_groups(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
     if tensor > 1 or draw(st.integers(0, 3)):
         return work
     shift = draw(st.integers(0, 1))

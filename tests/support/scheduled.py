@@ -89,7 +89,11 @@ def fixed_step(
     rounds = [
         Round(
             tuple(
-                StageMicroBatch((Group(stage.ranks, *shape, tuple(spans)),), kinds[unit + s], offload=unit % 3 == 1)
+                StageMicroBatch(
+                    (Group(stage.ranks, *shape, tuple(spans)),),
+                    kinds[unit + s],
+                    offloaded_layers=stage.layer_count if unit % 3 == 1 else 0,
+                )
                 for s, stage in enumerate(stages)
             )
         )

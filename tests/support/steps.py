@@ -38,7 +38,7 @@ from seqloom.plan import (
     StageMicroBatch,
     sort_groups,
 )
-from support.strategies_groups import Shape, group_shapes, lighter_layers, shared
+from support.strategies_groups import Shape, group_shapes, layer_choices, shared
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
         reduce=draw(st.sampled_from(Reduce)),
     )
     [line] = plan.pipelines
-    works = [draw(lighter_layers(each.by_stage[0], step.spec.layers)) for each in line.rounds]
+    works = [draw(layer_choices(each.by_stage[0], step.spec.layers)) for each in line.rounds]
     plan = replace(plan, pipelines=(replace(line, rounds=tuple(Round((work,)) for work in works)),))
     plan.validate()
     return open_together(plan) if draw(st.booleans()) and plan.reduce == Reduce.STEP else plan
@@ -288,9 +288,8 @@ def with_experts(draw: st.DrawFn, step: Step) -> Step:
     layers = step.spec.layers
     sparse = draw(st.lists(st.integers(0, layers - 1), min_size=1, max_size=layers, unique=True))
     sizes = {"experts": draw(st.sampled_from((12, 24))), "active_experts": draw(st.integers(1, 4)), "expert_ffn": 6}
-    return replace(
-        step, spec=replace(step.spec, moe_layers=tuple(sorted(sparse)), shared_ffn=draw(st.sampled_from((0, 8))), **sizes)
-    )
+    shared = draw(st.sampled_from((0, 8)))
+    return replace(step, spec=replace(step.spec, moe_layers=tuple(sorted(sparse)), shared_ffn=shared, **sizes))
 
 
 @st.composite
@@ -305,9 +304,7 @@ def divided_experts(draw: st.DrawFn, plan: Plan, experts: int) -> Plan:
                 groups = {size: [ranks[k : k + size] for k in range(0, len(ranks), size)] for size in legal}
                 legal = [size for size in legal if all(len({r // node for r in each}) == 1 for each in groups[size])]
             degrees[ranks] = draw(st.sampled_from(legal))
-        stages = tuple(
-            replace(stage, expert=degrees[stage.ranks] if stage.tensor == 1 else 1) for stage in line.stages
-        )
+        stages = tuple(replace(stage, expert=degrees[stage.ranks] if stage.tensor == 1 else 1) for stage in line.stages)
         pipelines.append(replace(line, stages=stages))
     divided = replace(plan, pipelines=tuple(pipelines))
     divided.validate()

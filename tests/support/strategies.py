@@ -34,7 +34,7 @@ from seqloom.plan import (
     StageMicroBatch,
     sort_groups,
 )
-from support.strategies_groups import Shape, cut, group_shapes, lighter_layers, limits, shared
+from support.strategies_groups import Shape, cut, group_shapes, layer_choices, limits, shared
 from support.tables import completed, greedy_order, rows_in_order
 
 
@@ -176,14 +176,21 @@ def _pipelines(
         [draw(group_shapes(own, stage.ranks, stage.tensor)) for _ in range(draw(st.integers(1, 3)))] for stage in stages
     ]
     home = {document: [draw(st.sampled_from(choice)) for choice in shapes] for document in documents}
+    latent = draw(st.booleans())
     shard_groups = [own.shard_groups(sharding, stage.ranks) for stage in stages]
     found = [
         Round(
             tuple(
                 draw(
                     _works(
-                        own, documents, spans, [home[span.document][s] for span in spans], shard_groups[s], stage.tensor
-                    ).flatmap(partial(lighter_layers, layers=stage.layer_count))
+                        own,
+                        documents,
+                        spans,
+                        [home[span.document][s] for span in spans],
+                        shard_groups[s],
+                        stage.tensor,
+                        latent,
+                    ).flatmap(partial(layer_choices, layers=stage.layer_count))
                 )
                 for s, stage in enumerate(stages)
             )
@@ -209,6 +216,7 @@ def _works(
     shapes: list[Shape],
     shard_groups: tuple[tuple[int, ...], ...],
     tensor: int,
+    latent: bool,
 ) -> StageMicroBatch:
     """Draw one stage's share: spans of equal shape form a group; layouts are explicit now and then.
 
@@ -220,9 +228,12 @@ def _works(
         by_shape.setdefault(shape, []).append(span)
     used = {rank for ranks, _, _ in by_shape for rank in ranks}
     awake = {rank for shard_group in shard_groups if used.intersection(shard_group) for rank in shard_group}
-    plain = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
+    plain = [Group(*shape, tuple(members), latent=latent) for shape, members in by_shape.items()]
     whole = [all(span.tokens == documents[span.document] for span in group.spans) for group in plain]
-    groups = [draw(shared(g, own.node_size, awake)) if free else g for g, free in zip(plain, whole, strict=True)]
+    groups = [
+        replace(draw(shared(group, own.node_size, awake)), states=draw(st.booleans())) if free else group
+        for group, free in zip(plain, whole, strict=True)
+    ]
     groups = [replace(group, route=None) for group in groups] if tensor > 1 else groups
     work = StageMicroBatch(sort_groups(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
     kinds = ("derived", "derived", "attention") if tensor > 1 else ("derived", "derived", "attention", "linear", "both")
@@ -240,7 +251,7 @@ def _works(
     linear = Layout(moved, attention.item, attention.start, attention.stop)
     explicit = {"attention": (attention, None), "linear": (None, linear), "both": (attention, linear)}[kind]
     remap = draw(st.sampled_from(Remap)) if explicit[1] is not None else Remap.ATTENTION
-    return replace(work, attention=explicit[0], linear=explicit[1], remap=remap, offload=draw(st.booleans()))
+    return replace(work, attention=explicit[0], linear=explicit[1], remap=remap)
 
 
 @st.composite
@@ -280,7 +291,7 @@ def cost_models(
     tier = draw(st.integers(0, 3))
     if published:
         return roomy_cost_model(f"{nodes}x{gpus}xA100-40G", "gpt-7b", "flexsp-a100", sharding, tier)
-    model = draw(st.sampled_from(("qwen3-0.6b", "qwen3-4b", "llama3-8b")))
+    model = draw(st.sampled_from(("qwen3-0.6b", "qwen3-4b", "llama3-8b", "minicpm3-4b")))
     return roomy_cost_model(f"{nodes}x{gpus}x{draw(st.sampled_from(('H100', 'H200')))}", model, None, sharding, tier)
 
 

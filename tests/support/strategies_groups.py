@@ -80,3 +80,14 @@ def lighter_layers(work: StageMicroBatch, layers: int) -> st.SearchStrategy[Stag
     if work.checkpoint.lighter is None or work.offload or layers < 2:
         return st.just(work)
     return st.integers(0, layers - 1).map(lambda count: replace(work, lighter_layers=count))
+
+
+def offloaded_layers(work: StageMicroBatch, layers: int) -> st.SearchStrategy[StageMicroBatch]:
+    """Draw how many of a stage's layers are offloaded."""
+    counts = st.sampled_from((0, layers)) if work.checkpoint == Checkpoint.STAGE else st.integers(0, layers)
+    return counts.map(lambda count: replace(work, offloaded_layers=count))
+
+
+def layer_choices(work: StageMicroBatch, layers: int) -> st.SearchStrategy[StageMicroBatch]:
+    """Draw how many of a stage's layers recompute less, or are offloaded."""
+    return st.one_of(lighter_layers(work, layers), offloaded_layers(work, layers))

@@ -62,7 +62,8 @@ def _place(
         first = random.integers(cost.ranks - degree + 1)
         ranks = np.arange(first, first + degree)
     awake = cost.shard_group_size >= cost.node_size  # whoever is near a nic takes part wherever a rank of the node does
-    return GroupShape(1, degree, method, awake and bool(random.integers(2))), tuple(ranks.tolist())
+    routed, latent = awake and bool(random.integers(2)), cost.model.latent > 0 and bool(random.integers(2))
+    return GroupShape(1, degree, method, routed, latent), tuple(ranks.tolist())
 
 
 def _work(cost: CostModel, policy: MemoryPolicy, groups: list[Group], remap: Remap | None) -> StageMicroBatch:

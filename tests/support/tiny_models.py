@@ -72,26 +72,42 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
-    "deepseek-v3": (
-        "DeepseekV3",
+}
+"""Models with experts: beside a gated shared one, with biases and transposed weights."""
+LATENT: Mapping[str, Any] = {
+    **{"kv_lora_rank": 6, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7},
+    "num_key_value_heads": 4,
+}
+FEW_EXPERTS: Mapping[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+}
+LATENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "deepseek-v3": ("DeepseekV3", {**LATENT, **FEW_EXPERTS}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, **FEW_EXPERTS, "q_lora_rank": None, "v_head_dim": 10}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, **FEW_EXPERTS, "v_head_dim": 11, "n_group": 1}),
+    "minicpm3": ("MiniCPM3", LATENT),
+    "youtu": ("Youtu", LATENT),
+    "axk1": ("AXK1", {**LATENT, **FEW_EXPERTS}),
+    "longcat-flash": (
+        "LongcatFlash",
         {
-            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1},
-            **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 4},
-            **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16},
+            **{**LATENT, "num_layers": 1, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 8, "zero_expert_num": 1},
+            **{"n_routed_experts": 4, "moe_topk": 2, "head_dim": 4},
         },
     ),
 }
-"""Models with experts: beside a gated shared one, with biases and transposed weights, chosen by group."""
+"""Models with latent attention, with values narrower than keys, as wide, and wider."""
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
     """Return a causal model of `MODELS` in training mode; `changes` are keys of its config."""
     import transformers
 
-    family, extra = {**MODELS, **HYBRIDS, **MIXTURES}[name]
+    family, extra = {**MODELS, **HYBRIDS, **MIXTURES, **LATENTS}[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **extra, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    if name == "mixtral" or name in MIXTURES:
+    if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the default one has no float64
     return randomised(model, seed).to(dtype).train()
 
@@ -106,7 +122,7 @@ def randomised(model: nn.Module, seed: int) -> nn.Module:
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         narrow = parameter.ndim > 1 or name.endswith("A_log")
-        fresh = parameter.flatten()[:1] * (parameter == parameter.flatten()[0]).all()  # ones of norms, no random numbers
+        fresh = parameter.flatten()[:1] * (parameter == parameter.flatten()[0]).all()  # of norms; no random ones
         parameter.copy_(0.3 * drawn if narrow else fresh + 0.1 * drawn)
     return model
 

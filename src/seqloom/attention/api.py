@@ -12,7 +12,7 @@ attention's, q, k and v are redistributed before, and the output after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from operator import index
 from typing import Any, cast
@@ -29,13 +29,17 @@ from seqloom.attention.context_parallel.overlap import (
     Tensors,
 )
 from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAttention, Saved
+from seqloom.attention.latent import Expansion, LatentShape
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.plan import AttentionOptions, check_sinks, plan_attention
-from seqloom.dist.rank_tokens import Context, TokenRedistribute, bind_single_rank
+from seqloom.dist.rank_tokens import Context, TokenRedistribute, bind_single_rank, redistribute_tokens
 from seqloom.dist.rows import put, take
 from seqloom.errors import SeqloomError
 
 Groups = tuple[GroupAttention, ...]
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+"""Of what is kept for a backward, as in `torch.autograd.graph.saved_tensors_hooks`."""
 
 
 def attention(
@@ -96,6 +100,53 @@ def attention(
         return operator(q, k, v, context, causal, window, scale, dropout, softcap, sinks, attention_chunk)[0]
     options = AttentionOptions(causal, window, scale, kernels, dropout, softcap, attention_chunk)
     return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), False, sinks)
+
+
+def latent_attention(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    shape: LatentShape,
+    context: Context,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    kernels: Kernel | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
+    layer: int | None = None,
+) -> torch.Tensor:
+    """Return `attention` over keys and values that are products of latents (`attention.latent`).
+
+    Latents travel, and are kept between pieces, in the groups of the plan that say so; elsewhere keys and values made
+    from them. The gradient of the weight is what this rank's products give; the sum over all ranks is the gradient.
+
+    Args:
+        q: [tokens, heads, unrotated + rotated].
+        rows: [tokens, latent + rotated], the latent and the rotated key of every token.
+        weight: [heads * (unrotated + values), latent], for every head the rows of its key and of its value.
+        shape: these widths.
+        context, causal, window, scale, kernels, dropout, softcap, sinks, attention_chunk, layer: see `attention`.
+
+    Returns:
+        [tokens, heads, values].
+    """
+    shape.check(q, rows, weight)
+    if sinks is not None:
+        check_sinks(sinks, q)
+    redistribute, scale = context.attention_redistribute, q.shape[-1] ** -0.5 if scale is None else scale
+    options = AttentionOptions(causal, window, scale, kernels, dropout, softcap, attention_chunk)
+    q, k = torch.nn.functional.pad(q, (0, shape.head - q.shape[-1])), rows[:, None]
+    groups = plan_attention(q, k, k[:, :0], context, options, layer, latent=True)
+    if redistribute is not None:
+        q, k = redistribute_tokens(redistribute, q, k)
+    out = _Attention.apply(q, k, k[:, :0], context, groups, False, sinks, weight, shape)
+    if redistribute is not None:
+        (out,) = redistribute_tokens(redistribute.reversed(), out)
+    return out[..., : shape.values]
 
 
 def attention_with_lse(
@@ -187,10 +238,15 @@ class _Attention(torch.autograd.Function):
         groups: Groups,
         with_lse: bool,
         sinks: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        shape: LatentShape | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        out, lse, saved = attention_forward(q, k, v, context, groups, with_lse, sinks)
-        ctx.groups, ctx.redistribute, ctx.kv_heads = groups, context.attention_redistribute, k.shape[1]
-        ctx.save_for_backward(*chain.from_iterable(saved), sinks)
+        expansion = None if weight is None or shape is None else Expansion(shape, weight, q.shape[1])
+        out, lse, saved = attention_forward(q, k, v, context, groups, with_lse, sinks, expansion)
+        ctx.groups, ctx.kv_heads, ctx.shape, ctx.heads = groups, k.shape[1], shape, q.shape[1]
+        ctx.redistribute = context.attention_redistribute if expansion is None else None
+        latents = None if expansion is None else k  # groups in which they do not travel save keys and values
+        ctx.save_for_backward(*chain.from_iterable(saved), sinks, weight, latents)
         if lse is None:
             return out
         ctx.mark_non_differentiable(lse)
@@ -209,12 +265,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        *tensors, sinks = ctx.saved_tensors
+        *tensors, sinks, weight, latents = ctx.saved_tensors
         width = len(Saved._fields)
         saved = [Saved(*tensors[start : start + width]) for start in range(0, len(tensors), width)]
-        arguments = (grad_outputs[0], saved, ctx.groups, ctx.redistribute, ctx.kv_heads, sinks)
+        expansion = None
+        if ctx.shape is not None:
+            expansion = Expansion(ctx.shape, weight, ctx.heads, with_gradient=ctx.needs_input_grad[7])
+        arguments = (grad_outputs[0], saved, ctx.groups, ctx.redistribute, ctx.kv_heads, sinks, expansion, latents)
         *gradients, dsinks = attention_backward(*arguments)
-        return *gradients, None, None, None, dsinks
+        dweight = None if expansion is None else expansion.gradient()
+        return *gradients, None, None, None, dsinks, dweight, None
 
 
 def attention_forward(
@@ -225,18 +285,22 @@ def attention_forward(
     groups: Groups,
     with_lse: bool = False,
     sinks: torch.Tensor | None = None,
+    expansion: Expansion | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     """Run the forward of a planned call, outside of autograd.
+
+    With an expansion k has latents and v no heads, in the layout of attention already.
 
     Returns out [tokens, heads, dim], lse [heads, tokens] if asked for, and what the backward of every group needs.
     """
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
-    redistribute, saved_attention = context.attention_redistribute, cast("SavedAttention", context.saved_attention)
+    redistribute = context.attention_redistribute if expansion is None else None
+    saved_attention = cast("SavedAttention", context.saved_attention)
     if saved_attention is not None and saved_attention.replaying:
-        return saved_attention.replay(q, k, v, groups, redistribute)
+        return saved_attention.replay(q, k, v, groups, redistribute, expansion)
     if redistribute is not None:
         q, k, v = redistribute.to_target(q, k, v)
-    out, lse, saved = _forward_groups(q, k, v, groups, with_lse, sinks)
+    out, lse, saved = _forward_groups(q, k, v, groups, with_lse, sinks, expansion)
     if redistribute is not None:
         (out,) = redistribute.to_source(out)
         lse = None if lse is None else redistribute.to_source(lse.T)[0].T
@@ -252,18 +316,23 @@ def attention_backward(
     redistribute: TokenRedistribute | None,
     kv_heads: int,
     sinks: torch.Tensor | None = None,
+    expansion: Expansion | None = None,
+    latents: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return dq, dk, dv of all tokens from dout [tokens, heads, dim], the inverse of `attention_forward`; and dsinks.
 
     The latter is what this rank's part of the softmax adds to the gradient; the sum over all ranks is the gradient.
+    With an expansion `latents` are those of the call, and dk is theirs; the expansion has the gradient of the weight.
     """
     dout = last_contiguous(dout)
     if redistribute is not None:
         (dout,) = redistribute.to_target(dout)
     dsinks = None if sinks is None else torch.zeros(sinks.shape, dtype=sum_dtype(dout.dtype), device=dout.device)
     if groups:
-        gradients = _backward_groups(dout, saved, groups, sinks, dsinks)
-    else:  # no group of this rank holds a token, nor does the rank
+        gradients = _backward_groups(dout, saved, groups, sinks, dsinks, expansion, latents)
+    elif latents is not None:  # no group of this rank holds a token, nor does the rank
+        gradients = torch.zeros_like(dout), torch.zeros_like(latents), torch.zeros_like(latents[:, :0])
+    else:
         shape = (len(dout), kv_heads, dout.shape[2])
         gradients = torch.zeros_like(dout), dout.new_zeros(shape), dout.new_zeros(shape)
     if redistribute is not None:
@@ -281,24 +350,32 @@ def last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_groups(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, with_lse: bool, sinks: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    groups: Groups,
+    with_lse: bool,
+    sinks: torch.Tensor | None,
+    expansion: Expansion | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     if len(groups) == 1 and groups[0].kernel_only:  # without messages every microsecond of the host counts
+        if expansion is not None:
+            k, v = expansion.of_heads(slice(None))(k).tensor_split(2, dim=1)
         out, lse = cast("PreparedAttention", groups[0].inner).forward(q, k, v)
         if sinks is not None:
             out, lse = _add_sinks(out, lse, sinks)
         saved = Saved(q, k, v, _as(out, q.dtype), lse)
         return saved.out, lse if with_lse else None, [saved]
-    inputs = [(q, k, v)] if len(groups) == 1 else [tuple(take(x, group.rows) for x in (q, k, v)) for group in groups]
+    inputs = [_rows_of(group, (q, k, v), alone=len(groups) == 1, expansion=expansion) for group in groups]
     queue = OverlapQueue(lambda task: _runs(groups[task.group]).forward_runs[task.run].forward(*inputs[task.group]))
     if len(groups) == 1:
-        out, saved = _forward_group(groups, 0, inputs[0], queue, sinks)
+        out, saved = _forward_group(groups, 0, inputs[0], queue, sinks, expansion)
         return out, _local_lse(groups[0], saved) if with_lse else None, [saved]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], len(q)), dtype=sum_dtype(q.dtype), device=q.device) if with_lse else None
     found = []
     for number, group in enumerate(groups):
-        part, saved = _forward_group(groups, number, inputs[number], queue, sinks)
+        part, saved = _forward_group(groups, number, inputs[number], queue, sinks, expansion)
         put(out, group.rows, part)
         if group.ulysses is None and isinstance(group.rows, slice):
             saved = saved._replace(out=out.detach()[group.rows])  # the same numbers, held once
@@ -308,20 +385,44 @@ def _forward_groups(
     return out, lse, found
 
 
+def _rows_of(group: GroupAttention, tensors: Tensors, *, alone: bool, expansion: Expansion | None) -> Tensors:
+    """Return q, k, v of a group's rows; latents as they are where these travel, else keys and values made from them."""
+    q, k, v = tensors if alone else (take(x, group.rows) for x in tensors)
+    if expansion is not None and not group.latent:
+        k, v = expansion.of_heads(slice(None))(k).tensor_split(2, dim=1)
+    return q, k, v
+
+
+def _to_heads(group: GroupAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """Exchange q, k, v of a group with Ulysses."""
+    if group.ulysses is None:
+        return q, k, v
+    if not group.latent:
+        return group.ulysses.to_heads(q, k, v)
+    q, k = group.ulysses.to_heads(q, k)
+    return q, k, k[:, :0]
+
+
 def _forward_group(
-    groups: Groups, number: int, inputs: Tensors, queue: OverlapQueue, sinks: torch.Tensor | None
+    groups: Groups,
+    number: int,
+    inputs: Tensors,
+    queue: OverlapQueue,
+    sinks: torch.Tensor | None,
+    expansion: Expansion | None,
 ) -> tuple[torch.Tensor, Saved]:
     """Return the output [rows, heads, dim] of a group's rows, and what its backward needs."""
     group, inner = groups[number], groups[number].inner
-    q, k, v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
+    q, k, v = _to_heads(group, *inputs)
+    own = expansion.of_heads(own_heads(group)) if expansion is not None and group.latent else None
     if isinstance(inner, LocalRuns):
         outs, sums = zip(*queue.results(number, len(inner.forward_runs)), strict=True)
         out, lse = _cat(outs), _cat(sums, dim=1)
     elif isinstance(inner, ContextParallelAttention):
         tasks = group.schedule.forward
-        out, lse = inner.forward(q, k, v, lambda exchange: queue.run(tasks.get(exchange, ())))
+        out, lse = inner.forward(q, k, v, lambda exchange: queue.run(tasks.get(exchange, ())), own)
     else:
-        out, lse = inner.forward(q, k, v)
+        out, lse = inner.forward(q, *((k, v) if own is None else own(k).tensor_split(2, dim=1)))
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks[own_heads(group)])
     saved = _saved_for_backward(group, Saved(q, k, v, _as(out, q.dtype), lse))
@@ -340,21 +441,26 @@ def _backward_groups(
     groups: Groups,
     sinks: torch.Tensor | None,
     dsinks: torch.Tensor | None,
+    expansion: Expansion | None,
+    latents: torch.Tensor | None,
 ) -> Gradients:
     """Return dq, dk, dv; adds to `dsinks`."""
     if len(groups) == 1 and groups[0].kernel_only:
         _add_sink_gradients(dsinks, sinks, groups[0], dout, saved[0])
         dq, dk, dv = cast("PreparedAttention", groups[0].inner).backward(dout, saved[0])
+        dk, dv = _latent_gradients(groups[0], dk, dv, expansion, latents)
         return _as(dq, dout.dtype), _as(dk, dout.dtype), _as(dv, dout.dtype)
     douts = [dout] if len(groups) == 1 else [take(dout, group.rows) for group in groups]
     queue = OverlapQueue(
         lambda task: _runs(groups[task.group]).backward_runs[task.run].backward(douts[task.group], saved[task.group])
     )
+    rows = [None if latents is None else latents if len(groups) == 1 else take(latents, group.rows) for group in groups]
     if len(groups) == 1:
-        return _backward_group(groups, 0, dout, saved[0], queue, sinks, dsinks)
+        return _backward_group(groups, 0, dout, saved[0], queue, sinks, dsinks, expansion, rows[0])
     totals: list[torch.Tensor] = []
     for number, group in enumerate(groups):
-        parts = _backward_group(groups, number, douts[number], saved[number], queue, sinks, dsinks)
+        own = (douts[number], saved[number], queue, sinks, dsinks, expansion, rows[number])
+        parts = _backward_group(groups, number, *own)
         if not totals:
             totals = [part.new_empty((len(dout), *part.shape[1:])) for part in parts]
         for total, part in zip(totals, parts, strict=True):
@@ -370,9 +476,12 @@ def _backward_group(
     queue: OverlapQueue,
     sinks: torch.Tensor | None,
     dsinks: torch.Tensor | None,
+    expansion: Expansion | None,
+    latents: torch.Tensor | None,
 ) -> Gradients:
     """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q; adds to `dsinks`."""
     group, inner, dtype = groups[number], groups[number].inner, saved.q.dtype
+    own = expansion.of_heads(own_heads(group)) if expansion is not None and group.latent else None
     if group.ulysses is not None:
         (dout,) = group.ulysses.to_heads(dout)
     _add_sink_gradients(dsinks, sinks, group, dout, saved)
@@ -380,12 +489,30 @@ def _backward_group(
         dq, dk, dv = (_cat(parts) for parts in zip(*queue.results(number, len(inner.backward_runs)), strict=True))
     elif isinstance(inner, ContextParallelAttention):
         tasks = group.schedule.backward
-        dq, dk, dv = inner.backward(dout, saved, lambda exchange: queue.run(tasks.get(exchange, ())))
+        dq, dk, dv = inner.backward(dout, saved, lambda exchange: queue.run(tasks.get(exchange, ())), own)
+    elif own is not None:
+        k, v = own(saved.k).tensor_split(2, dim=1)
+        dq, dk, dv = inner.backward(dout, saved._replace(k=k, v=v))
+        dk, dv = own.backward(saved.k, dk, dv)
     else:
         dq, dk, dv = inner.backward(dout, saved)
     if group.ulysses is not None:
-        return group.ulysses.gradients_to_tokens(dq, dk, dv, dtype)
+        dq, dk, dv = group.ulysses.gradients_to_tokens(dq, dk, dv, dtype)
+    dk, dv = _latent_gradients(group, dk, dv, expansion, latents)
     return _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
+
+
+def _latent_gradients(
+    group: GroupAttention,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    expansion: Expansion | None,
+    latents: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of a group's latents, and nothing, where its keys and values were made before they moved."""
+    if expansion is None or latents is None or group.latent:
+        return dk, dv
+    return expansion.of_heads(slice(None)).backward(latents, dk, dv)
 
 
 def _runs(group: GroupAttention) -> LocalRuns:
@@ -454,9 +581,11 @@ class SavedAttention:
     exchanged once more where there is Ulysses or another layout, as plans are priced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: tuple[Pack, Unpack] | None = None) -> None:
+        """Start empty. What is kept is packed and unpacked like tensors that autograd saves; None: kept as it is."""
+        self._pack, self._unpack = hooks or (_same, _same)
         # Of every call: out, lse, and (out, lse) of every group.
-        self._records: list[tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self._records: list[tuple[Any, Any, list[tuple[Any, Any]]]] = []
         self._next: int | None = None
 
     @property
@@ -470,11 +599,17 @@ class SavedAttention:
 
     def record(self, out: torch.Tensor, lse: torch.Tensor | None, saved: list[Saved]) -> None:
         """Keep the results of a call, outside of any graph: the tensors given may become outputs of a graph."""
-        groups = [(tensors.out.detach(), tensors.lse.detach()) for tensors in saved]
-        self._records.append((out.detach(), None if lse is None else lse.detach(), groups))
+        groups = [(self._pack(tensors.out.detach()), self._pack(tensors.lse.detach())) for tensors in saved]
+        self._records.append((self._pack(out.detach()), None if lse is None else self._pack(lse.detach()), groups))
 
     def replay(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, redistribute: TokenRedistribute | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        groups: Groups,
+        redistribute: TokenRedistribute | None,
+        expansion: Expansion | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
         """Return the results of the next recorded call, given its recomputed inputs; see `attention_forward`."""
         number = cast("int", self._next)
@@ -483,8 +618,12 @@ class SavedAttention:
         if redistribute is not None:
             q, k, v = redistribute.to_target(q, k, v)
         saved = []
-        for group, (group_out, group_lse) in zip(groups, parts, strict=True):
-            inputs = tuple(take(x, group.rows) for x in (q, k, v)) if len(groups) > 1 else (q, k, v)
-            own_q, own_k, own_v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
-            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, group_out, group_lse)))
-        return out.detach(), None if lse is None else lse.detach(), saved
+        for group, part in zip(groups, parts, strict=True):
+            inputs = _rows_of(group, (q, k, v), alone=len(groups) == 1, expansion=expansion)
+            own_q, own_k, own_v = _to_heads(group, *inputs)
+            saved.append(_saved_for_backward(group, Saved(own_q, own_k, own_v, *map(self._unpack, part))))
+        return self._unpack(out).detach(), None if lse is None else self._unpack(lse).detach(), saved
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

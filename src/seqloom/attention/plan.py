@@ -67,6 +67,7 @@ class AttentionSpec(NamedTuple):
     softcap: float | None = None
     attention_chunk: int | None = None
     causal: bool = True
+    latent: int = 0  # width of a row of latents from which a layer makes keys and values; 0: it makes none
 
 
 def prepare_attention(
@@ -81,15 +82,22 @@ def prepare_attention(
     scale: float | None = None,
     softcap: float | None = None,
     attention_chunk: int | None = None,
+    latent: int = 0,
     kernels: Kernel | None = None,
 ) -> None:
     """Do the index work of a round for attention calls like this one now, instead of in the first of them.
 
     The context keeps the result. Sizes and dtype are those of the tensors that will come, `dim` the wider of keys and
-    values; for the rest see `attention`.
+    values, `latent` the width of a row of latents; for the rest see `attention`.
     """
     options = AttentionOptions(causal, window, scale, kernels, softcap=softcap, attention_chunk=attention_chunk)
-    _group_attentions(context, heads, kv_heads, dim, dtype, options)
+    travels = latent if has_latents(context) else 0
+    _group_attentions(context, heads, kv_heads, dim, dtype, options, travels)
+
+
+def has_latents(context: Context) -> bool:
+    """Whether latents travel in some group of a round; the answer is the same on all ranks of its work."""
+    return any(group.latent for group in context.work.groups)
 
 
 def attention_builds(
@@ -136,11 +144,17 @@ def plan_attention(
     context: Context,
     options: AttentionOptions,
     layer: int | None = None,
+    *,
+    latent: bool = False,
 ) -> tuple[GroupAttention, ...]:
-    """Return the rank's groups that hold tokens, in the order of the work; checked, and built once per round."""
-    _check_tensors(q, k, v, context)
+    """Return the rank's groups that hold tokens, in the order of the work; checked, and built once per round.
+
+    With `latent`, k has rows of latents [tokens, 1, width], and v no heads.
+    """
+    _check_tensors(q, q if latent else k, q if latent else v, context)
     _, heads, dim = q.shape
-    groups = _group_attentions(context, heads, k.shape[1], dim, q.dtype, options)
+    kv_heads, row = (heads, k.shape[2]) if latent else (k.shape[1], 0)
+    groups = _group_attentions(context, heads, kv_heads, dim, q.dtype, options, row)
     if not context.pieces:
         return groups
     if layer is None:
@@ -155,7 +169,13 @@ def plan_attention(
 
 
 def _group_attentions(
-    context: Context, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, options: AttentionOptions
+    context: Context,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    options: AttentionOptions,
+    latent: int = 0,
 ) -> tuple[GroupAttention, ...]:
     """Return the rank's groups for tensors of these sizes, from the context or built now."""
     scale = dim**-0.5 if options.scale is None else options.scale  # the default, spelt out or not, is one plan
@@ -165,14 +185,17 @@ def _group_attentions(
         kernel = _default_kernel(context.device) if options.kernels is None else options.kernels
         model = AttentionShape(heads, kv_heads, dim, dtype, context.device, scale, options.softcap)
         window, chunk = (None if x is None else index(x) for x in (options.window, options.attention_chunk))
-        builder = _Builder(context, model, kernel, options.causal, window, chunk)
+        builder = _Builder(context, model, kernel, options.causal, window, chunk, latent)
         return schedule_overlap(builder.groups(), LocalHeads(model), kernel, builder.mask, context.node_size)
 
-    return context.cached((heads, kv_heads, dim, dtype, scale, *options[:2], *options[3:]), build)
+    return context.cached((heads, kv_heads, dim, dtype, scale, *options[:2], *options[3:], latent), build)
 
 
 class _Builder(NamedTuple):
-    """Builds the attention of a rank's groups in one round; `model` has the heads of the whole model."""
+    """Builds the attention of a rank's groups in one round.
+
+    `model` has the heads of the whole model, `latent` is the width of a row of latents, 0 where none come.
+    """
 
     context: Context
     model: AttentionShape
@@ -180,6 +203,7 @@ class _Builder(NamedTuple):
     causal: bool
     window: int | None
     attention_chunk: int | None
+    latent: int
 
     @property
     def mask(self) -> dict[str, Any]:
@@ -205,10 +229,10 @@ class _Builder(NamedTuple):
         in_pieces = any(span.document in context.pieces for span in group.spans)
         if group.degree == 1 and not in_pieces:
             return UnscheduledGroup(group, bound.rows)
-        split = HeadSplit.of(self.model.heads, self.model.kv_heads, group.ulysses)
+        split, latent = self._split(group), self._has_latents(group)
         heads, kv_heads = split.counts(bound.ulysses_index)
-        shape = replace(self.model, heads=heads, kv_heads=kv_heads)
-        local = LocalHeads(shape, split.kv_index(bound.ulysses_index))
+        shape = replace(self.model, heads=heads, kv_heads=heads if latent else kv_heads)
+        local = LocalHeads(shape, None if latent else split.kv_index(bound.ulysses_index))
         exchange = UlyssesExchange(context.transport, bound, split) if group.ulysses > 1 else None
         inner = (
             PrefixAttention.of(context, bound, local, self.kernel, self.window, self.attention_chunk)
@@ -216,10 +240,23 @@ class _Builder(NamedTuple):
             else self._inner(bound, local)
         )
         if group.ring == 1 or not isinstance(inner, ContextParallelAttention):
-            return UnscheduledGroup(group, bound.rows, exchange, inner)
-        elements = 2 * shape.kv_heads * shape.dim
+            return UnscheduledGroup(group, bound.rows, exchange, inner, latent=latent)
+        elements = kv_heads * self._kv_values(group)
         row, wide_row = (elements * dtype.itemsize for dtype in (shape.dtype, sum_dtype(shape.dtype)))
-        return UnscheduledGroup(group, bound.rows, exchange, inner, inner.exchange_bytes(row, wide_row))
+        sizes = inner.exchange_bytes(row, wide_row)
+        return UnscheduledGroup(group, bound.rows, exchange, inner, sizes, latent)
+
+    def _has_latents(self, group: Group) -> bool:
+        """Whether latents travel in a group, or are what a document in pieces leaves."""
+        return group.latent and self.latent > 0
+
+    def _split(self, group: Group) -> HeadSplit:
+        """Return who has which heads; latents are one kv head, of every rank."""
+        return HeadSplit.of(self.model.heads, 1 if self._has_latents(group) else self.model.kv_heads, group.ulysses)
+
+    def _kv_values(self, group: Group) -> int:
+        """Return the values of a token that travel for one kv head."""
+        return self.latent if self._has_latents(group) else 2 * self.model.dim
 
     def _inner(self, bound: BoundGroup, heads: LocalHeads) -> PreparedAttention | ContextParallelAttention:
         context, group, index = self.context, bound.group, bound.ring_index
@@ -238,13 +275,13 @@ class _Builder(NamedTuple):
         if group.route is None or group.ring == 1 or context.node_size is None:  # `bind` has asked for the last
             return None
         chunks = [ZigzagChunks.of(group, index, self.attention_chunk) for index in range(group.ring)]
-        widths = [high - low for low, high in HeadSplit.of(model.heads, model.kv_heads, group.ulysses).kv]
+        widths = [high - low for low, high in self._split(group).kv]
         wide = sum_dtype(model.dtype).itemsize // model.dtype.itemsize
         if self._gathers(group):
             moves = gather_moves(group, chunks, widths, wide, causal=self.causal, window=self.window)
         else:
             moves = ring_moves(group, max(each.rows for each in chunks), widths, wide)
-        unit = 2 * model.dim * model.dtype.itemsize
+        unit = self._kv_values(group) * model.dtype.itemsize
         return RoutedExchanges.of(context.transport, group, moves, unit, context.device, context.node_size)
 
     def _gathers(self, group: Group) -> bool:
@@ -328,11 +365,12 @@ def check_pieces(context: Context, group: Group, options: AttentionOptions) -> N
                 f"causal={options.causal} for document {document}, which is in pieces: keys of later pieces do not "
                 "exist yet; set causal=True, or plan whole documents"
             )
-        if group.method != Method.RING or group.route is not None:
+        if group.method != Method.RING or group.route is not None or group.states:
             how = f"method {group.method}" if group.method != Method.RING else "a route"
+            how = "states that go from rank to rank" if group.states else how
             raise SeqloomError(
                 f"{how} for document {document}, which is in pieces: a document in pieces needs method ring, from "
-                "rank to rank; plan its groups so"
+                "rank to rank, and scans of heads; plan its groups so"
             )
 
 

@@ -7,7 +7,8 @@ its heads as one process would:
     own tokens, all heads -> all-to-all -> all tokens, own heads -> scan -> all-to-all -> own tokens, all heads
 
 Of a document in pieces a rank has the same heads in every piece, so its states stay on the rank
-(`context_parallel/scan_states.py`).
+(`context_parallel/scan_states.py`). Where the plan says so (`Group.states`), ranks scan their own tokens of all heads
+instead, and pass states (`context_parallel/state_passing.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from seqloom.attention.context_parallel.kv_cache import KVCache
 from seqloom.attention.context_parallel.scan_states import document_piece
+from seqloom.attention.context_parallel.state_passing import ScanRuns, StatePassing, StateShape, WithBackward
 from seqloom.attention.context_parallel.ulysses import Ranges
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.plan import AttentionOptions, check_pieces
 from seqloom.dist.rank_tokens import BoundGroup, Context, RowExchange, TokenRedistribute
-from seqloom.dist.rows import inverse_permutation, sort_order, take
+from seqloom.dist.rows import inverse_permutation, on_device, sort_order, take
 from seqloom.dist.tensor_parallel import RowFunction
 from seqloom.dist.transport import Transport, all_to_all
 from seqloom.errors import SeqloomError
@@ -34,6 +37,28 @@ from seqloom.layout import Span
 from seqloom.plan.round import even_ranges
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+class WholeDocuments(NamedTuple):
+    """Documents of a scan that begin with zeros and leave nothing behind: a kernel takes all of them in one call.
+
+    Attributes:
+        numbers: which they are.
+        cu_seqlens: int64[documents + 1], where they begin among their own tokens.
+        seq_idx: int32[1, tokens], the number of every token's document among them.
+    """
+
+    numbers: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+    seq_idx: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], pieces: Sequence[bool], device: torch.device) -> WholeDocuments:
+        """Find them among documents of these lengths, of which some are in pieces."""
+        numbers = tuple(number for number, piece in enumerate(pieces) if not piece)
+        own = np.array([lengths[number] for number in numbers], dtype=np.int64)
+        seq_idx = np.repeat(np.arange(len(own), dtype=np.int32), own)[None]
+        return cls(numbers, *(on_device(each, device) for each in (np.concatenate([[0], np.cumsum(own)]), seq_idx)))
 
 
 class PackedDocuments(NamedTuple):
@@ -44,21 +69,36 @@ class PackedDocuments(NamedTuple):
         heads: which of the model's these are.
         lengths: tokens of every document, or of its piece.
         states: that documents begin with; None: of zeros.
+        whole: those that are not in pieces: nobody asks for the state after them.
     """
 
     tensors: Tensors
     heads: slice
     lengths: tuple[int, ...]
     states: tuple[torch.Tensor | None, ...]
+    whole: WholeDocuments
 
 
-Scan = Callable[[PackedDocuments], tuple[torch.Tensor, Sequence[torch.Tensor]]]
+Scan = Callable[[PackedDocuments], tuple[torch.Tensor, Sequence[torch.Tensor | None]]]
 """Returns the output [tokens, heads of this rank, ...] in the dtype of the first tensor, and the state after every
-document."""
+document that is in pieces."""
+
+
+class StateScan(NamedTuple):
+    """How a scan passes states between ranks: sizes of a state, and the scan of runs of tokens from zeros."""
+
+    shape: StateShape
+    scan_runs: ScanRuns
 
 
 def scan_documents(
-    scan: Scan, tensors: Sequence[torch.Tensor], context: Context, *, layer: int | None, name: str
+    scan: Scan,
+    tensors: Sequence[torch.Tensor],
+    context: Context,
+    *,
+    layer: int | None,
+    name: str,
+    by_states: StateScan | None = None,
 ) -> torch.Tensor:
     """Scan the documents that this rank's tokens belong to, wherever their other tokens lie; with autograd.
 
@@ -72,14 +112,20 @@ def scan_documents(
         context: of the round, from `bind`.
         layer: number of the layer in the model; needed where a document is in pieces.
         name: of the scan among those of the layer.
+        by_states: for groups that pass states; None: there are heads in their place.
 
     Returns:
         [tokens, heads, ...] as `scan` returns it.
     """
 
     def scan_group(number: int, *own: torch.Tensor) -> torch.Tensor:
+        bound = context.groups[number]
+        if by_states is not None and bound.group.states and bound.group.degree > 1:
+            passing = context.cached(("states", number), lambda: StatePassing.of(context, bound))
+            return _pass_states(scan, by_states, own, passing, context, number)
         exchange = _exchange_of(context, number, tuple(each.shape[1] for each in own))
-        return _scan_group(scan, own, exchange, context, layer, name)
+        whole = context.cached(("scanned", number), lambda: _whole_documents(exchange.spans, context))
+        return _scan_group(scan, own, exchange, whole, context, layer, name)
 
     return run_by_group(scan_group, tuple(tensors), context, name)
 
@@ -100,8 +146,19 @@ def run_by_group(run: Callable[..., torch.Tensor], tensors: Tensors, context: Co
     return out if redistribute is None else _redistribute(redistribute.reversed(), (out,))[0]
 
 
+def _whole_documents(spans: Sequence[Span], context: Context) -> WholeDocuments:
+    in_pieces = [span.document in context.pieces for span in spans]
+    return WholeDocuments.of([span.tokens for span in spans], in_pieces, context.device)
+
+
 def _scan_group(
-    scan: Scan, tensors: Tensors, exchange: HeadExchange, context: Context, layer: int | None, name: str
+    scan: Scan,
+    tensors: Tensors,
+    exchange: HeadExchange,
+    whole: WholeDocuments,
+    context: Context,
+    layer: int | None,
+    name: str,
 ) -> torch.Tensor:
     """Return the output [own rows, heads, ...] of a group's rows."""
     alone = len(exchange.ranks) == 1
@@ -109,14 +166,47 @@ def _scan_group(
     kept, pieces = context.kv_cache, [document_piece(span, context, layer, name) for span in exchange.spans]
     states = [None if not isinstance(kept, KVCache) else kept.scan_states.take(each, inside[0]) for each in pieces]
     lengths = tuple(span.tokens for span in exchange.spans)
-    out, after = scan(PackedDocuments(inside, exchange.own_heads, lengths, tuple(states)))
+    out, after = scan(PackedDocuments(inside, exchange.own_heads, lengths, tuple(states), whole))
     if isinstance(kept, KVCache):
         for piece, state in zip(pieces, after, strict=True):
-            out = kept.scan_states.leave(piece, out, state, backward=kept.backward)
+            if piece is not None and state is not None:
+                out = kept.scan_states.leave(piece, out, state, backward=kept.backward)
     if alone:
         return out
     outside = exchange.of_output()
     return RowFunction.apply(outside.to_tokens, outside.to_heads, out[:, : outside.own_count])[0]
+
+
+def _pass_states(
+    scan: Scan, by_states: StateScan, tensors: Tensors, passing: StatePassing, context: Context, number: int
+) -> torch.Tensor:
+    """Return the output [own rows, heads, ...] of a group's rows, whose ranks pass states."""
+    heads, lengths = slice(0, tensors[0].shape[1]), passing.lengths
+    outs, parts = [tensors[0]] * len(lengths), [each.split(lengths) for each in tensors]
+    whole, shared = ([n for n, each in enumerate(passing.whole) if each == kind] for kind in (True, False))
+    if whole:
+        own = tuple(lengths[n] for n in whole)
+        packed = context.cached(
+            ("states", number, "whole"), lambda: WholeDocuments.of(own, [False] * len(own), context.device)
+        )
+        given = tuple(torch.cat([each[n] for n in whole]) for each in parts)
+        out, _ = scan(PackedDocuments(given, heads, own, (None,) * len(own), packed))
+        for n, each in zip(whole, out.split(own), strict=True):
+            outs[n] = each
+    unused = [] if outs else [*tensors[1:]]  # on a rank without tokens they get gradients like everywhere
+    if sum(passing.counts):  # all ranks know
+        own = tuple(lengths[n] for n in shared)
+        given = tuple(torch.cat([each[n] for n in shared]) for each in parts) if shared else ()
+        found = by_states.scan_runs(given, own) if shared else None
+        exchanged = passing.exchange(found, by_states.shape, tensors[0])
+        if found is not None:
+            for n, each in zip(shared, passing.correct(found, own, exchanged, by_states.shape), strict=True):
+                outs[n] = each
+        unused.append(exchanged)  # a rank that reads no state takes part in the backward of others
+    out = torch.cat(outs) if outs else tensors[0]
+    for each in unused:
+        out = WithBackward.apply(out, each)
+    return out
 
 
 def _joined(outs: Sequence[torch.Tensor], groups: Sequence[BoundGroup], like: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ for all layers; `forward_tiles` and `backward_tiles` then run prepared kernels o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved, device_rows
+from seqloom.attention.latent import HeadExpansion
 from seqloom.attention.masks import Segments, attention_chunks
 from seqloom.attention.merge import GradientAccumulator, MergeOps, PartialOutput, sum_dtype
 from seqloom.dist.rows import RowIndex, expand_runs, on_device
@@ -348,29 +349,52 @@ class RepeatedKV:
         return torch.stack([gradient[:, low:high].sum(1, dtype=wide) for low, high in self.ranges], dim=1)
 
 
-def forward_tiles(tiles: Sequence[PreparedTile], q: torch.Tensor, kv: torch.Tensor) -> Iterator[PartialOutput]:
-    """Run the forward of tiles over the rows of `q` and `kv` [key rows, 2 * kv heads, dim], keys before values."""
-    k, v = kv.tensor_split(2, dim=1)
+def forward_tiles(
+    tiles: Sequence[PreparedTile], q: torch.Tensor, kv: torch.Tensor, expansion: HeadExpansion | None = None
+) -> Iterator[PartialOutput]:
+    """Run the forward of tiles over the rows of `q` and `kv` [key rows, 2 * kv heads, dim], keys before values.
+
+    With an expansion `kv` has latents, and the keys and values of a tile are made for it.
+    """
     for tile in tiles:
+        tile, k, v = _with_keys(tile, kv, expansion)
         yield PartialOutput(*tile.forward(q, k, v), tile.queries.start)
 
 
+def _with_keys(
+    tile: PreparedTile, kv: torch.Tensor, expansion: HeadExpansion | None
+) -> tuple[PreparedTile, torch.Tensor, torch.Tensor]:
+    """Return keys and values for a tile, and the tile as it lies on these: made from latents they are its own alone."""
+    if expansion is not None:
+        kv = expansion(kv[tile.keys])
+        tile = replace(tile, keys=slice(0, len(kv)))
+    k, v = kv.tensor_split(2, dim=1)
+    return tile, k, v
+
+
 KeyGradient = tuple[slice, torch.Tensor, torch.Tensor]
-"""A run of keys, and its dk, dv [len(keys), kv heads, dim]."""
+"""A run of keys, and its dk, dv [len(keys), kv heads, dim]; of latents their gradient, and nothing."""
 
 
 def backward_tiles(
-    tiles: Sequence[PreparedTile], dout: torch.Tensor, saved: Saved, kv: torch.Tensor, dq: GradientAccumulator
+    tiles: Sequence[PreparedTile],
+    dout: torch.Tensor,
+    saved: Saved,
+    kv: torch.Tensor,
+    dq: GradientAccumulator,
+    expansion: HeadExpansion | None = None,
 ) -> list[KeyGradient]:
     """Run the backward of tiles: add to `dq` and return the gradients of their keys.
 
-    Keys and values are those of `kv` [key rows, 2 * kv heads, dim], not those of `saved`.
+    Keys and values are those of `kv`, see `forward_tiles`, not those of `saved`.
     """
-    k, v = kv.tensor_split(2, dim=1)
-    saved, gradients = saved._replace(k=k, v=v), []
+    gradients = []
     for tile in tiles:
-        tile_dq, dk, dv = tile.backward(dout, saved)
+        with_keys, k, v = _with_keys(tile, kv, expansion)
+        tile_dq, dk, dv = with_keys.backward(dout, saved._replace(k=k, v=v))
         dq.add(tile.queries, tile_dq)
+        if expansion is not None:
+            dk, dv = expansion.backward(kv[tile.keys], dk, dv)
         gradients.append((tile.keys, dk, dv))
     return gradients
 
@@ -378,7 +402,7 @@ def backward_tiles(
 def add_key_gradients(
     total: torch.Tensor | None, size: int, parts: Sequence[KeyGradient], ops: MergeOps
 ) -> torch.Tensor | None:
-    """Add gradients to `total` [size, 2 * kv heads, dim] in `sum_dtype`, in place, and return it.
+    """Add gradients to `total` [size, heads of keys and of values, dim] in `sum_dtype`, in place, and return it.
 
     Without a total one is allocated. Without a total and without parts there is none.
     """
@@ -386,7 +410,8 @@ def add_key_gradients(
         heads, fresh = dk.shape[1], total is None
         if total is None:
             allocate = dk.new_empty if (keys.start, keys.stop) == (0, size) else dk.new_zeros
-            total = allocate((size, 2 * heads, dk.shape[2]), dtype=sum_dtype(dk.dtype))
+            total = allocate((size, heads + dv.shape[1], dk.shape[2]), dtype=sum_dtype(dk.dtype))
         ops.accumulate(total[keys, :heads], dk, fresh)
-        ops.accumulate(total[keys, heads:], dv, fresh)
+        if dv.shape[1]:
+            ops.accumulate(total[keys, heads:], dv, fresh)
     return total

@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from seqloom.describe import ModelSpec
-    from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
+    from seqloom.profiling.check import (
+        DocumentCounts,
+        OffloadedOptimiser,
+        OffloadedSteps,
+        PackingComparison,
+        PredictedSteps,
+        RunCheck,
+    )
     from seqloom.train.config import Config
+
+    Offloaded = tuple[OffloadedSteps | None, OffloadedOptimiser | None]
 
 
 def check(
@@ -36,7 +45,14 @@ def check(
     Example:
         seqloom check recipes/tiny-cpu.toml --set plan.planner=flex --batches 4
     """
-    from seqloom.profiling.check import compare_packings, find_warnings, inspect_run, predict_steps
+    from seqloom.profiling.check import (
+        OffloadedOptimiser,
+        OffloadedSteps,
+        compare_packings,
+        find_warnings,
+        inspect_run,
+        predict_steps,
+    )
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
@@ -47,10 +63,12 @@ def check(
         planned = predict_steps(run, progress)
     notes = find_warnings(run, planned[0])
     packings = compare_packings([batch.lengths for batch in run.sample], run.setup.cost)
+    steps, cost = planned[0].evaluations, run.setup.cost
+    offloaded = OffloadedSteps.of(steps, cost), OffloadedOptimiser.of(steps, cost)
     shared.report(
         json,
-        lambda: _as_dict(run, planned, packings, notes),
-        lambda console: _draw(console, run, planned, packings, notes),
+        lambda: _as_dict(run, planned, packings, offloaded, notes),
+        lambda console: _draw(console, run, planned, packings, offloaded, notes),
     )
 
 
@@ -83,7 +101,11 @@ def _check_layers(config: Config, *, with_stages: bool) -> None:
 
 
 def _as_dict(
-    run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]
+    run: RunCheck,
+    planned: list[PredictedSteps],
+    packings: PackingComparison,
+    offloaded: Offloaded,
+    notes: list[str],
 ) -> dict[str, Any]:
     """Return data, run, figures of every planner as lists over the batches, and packings, by JSON keys."""
     return {
@@ -102,6 +124,10 @@ def _as_dict(
             "tokens_per_step": packings.tokens_per_step,
             "balance": {name: balance.as_dict() for name, balance in packings.balance.items()},
             "refused": packings.refused or None,
+        },
+        "offloaded": {
+            what: None if each is None else asdict(each)
+            for what, each in zip(("activations", "optimiser"), offloaded, strict=True)
         },
         "warnings": notes,
     }
@@ -128,7 +154,12 @@ def _figures(planned: PredictedSteps) -> dict[str, Any]:
 
 
 def _draw(
-    console: Console, run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]
+    console: Console,
+    run: RunCheck,
+    planned: list[PredictedSteps],
+    packings: PackingComparison,
+    offloaded: Offloaded,
+    notes: list[str],
 ) -> None:
     from seqloom.api import GIB
     from seqloom.view import balance_table
@@ -149,6 +180,19 @@ def _draw(
         f"{memory.max():.3g} GiB on a rank (the least {memory.min():.3g}) of {budget:.3g} GiB.\n"
         f"All steps together: about {duration(mean * steps)}."
     )
+    activations, optimiser = offloaded
+    if activations is not None:
+        longer = 100 * activations.copies_ns / (activations.step_ns - activations.copies_ns)
+        typer.echo(
+            f"Activations of up to {activations.layers} layers go to host memory in {activations.steps} of the steps: "
+            f"at most {activations.host_bytes / GIB:.3g} GiB of a rank; copies make them {longer:.1f} % longer."
+        )
+    if optimiser is not None:
+        where = "by the CPUs" if optimiser.update_on_host else "on the device"
+        typer.echo(
+            f"The optimiser is in host memory, {optimiser.host_bytes / GIB:.3g} GiB of a rank, and updated {where}: "
+            f"{duration(optimiser.update_ns)} of every step."
+        )
     console.print(balance_table({one.planner: one.balance for one in planned} | packings.balance))
     typer.echo(
         "DBR, ABR: tokens and attention work that ranks lack beside the one that has most; PR: padding; CR: tokens "

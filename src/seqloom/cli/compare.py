@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from seqloom.cli import shared
+from seqloom.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +40,9 @@ def compare(
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,
     float8: shared.Float8 = False,
+    offload: shared.Offload = "auto",
+    offload_optimiser: shared.OffloadOptimiser = "auto",
+    host_gib: shared.HostGib = None,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     seed: shared.Seed = 0,
@@ -49,17 +55,29 @@ def compare(
         seqloom compare --lengths wikipedia --cluster 8x8xA100-40G --model gpt-7b \\
             --profile flexsp-a100 --planners static,flex --max-length 196608 --batches 4
     """
-    from seqloom.api import cost_model, evaluate_planners
+    from seqloom.api import cost_model, evaluate_planners, with_fitting_optimiser
     from seqloom.planners import requested_stages
 
     names = planner_names(planners)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, shared.load_model(model), **options, stages=requested_stages(names))
+    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
+    spec, place = shared.load_model(model), shared.parse_offload(offload_optimiser)
+
+    @cache
+    def build(offloaded: bool) -> CostModel:
+        return cost_model(cluster, spec, **options, stages=requested_stages(names), offload_optimiser=offloaded)
+
+    with suppress(MemoryBudgetError):
+        build(place is True)  # refuses what is wrong with the options before anything is read
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)
-    with shared.planning_progress(len(names) * batches) as progress:
-        rows = evaluate_planners(names, workload.batches, cost, seed=seed, progress=progress)
+
+    def run(own: CostModel) -> tuple[CostModel, list[dict[str, Evaluation]]]:
+        with shared.planning_progress(len(names) * batches) as progress:
+            return own, evaluate_planners(names, workload.batches, own, seed=seed, progress=progress)
+
+    cost, rows = with_fitting_optimiser(run, build, place)
     shared.report(
         json,
         lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size),

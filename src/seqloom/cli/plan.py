@@ -6,6 +6,8 @@ With ``--planner hbp`` the sequences are a data set: Hierarchical Balance Packin
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +54,9 @@ def plan(
     max_length: shared.MaxLength = None,
     budget_gib: shared.BudgetGib = None,
     float8: shared.Float8 = False,
+    offload: shared.Offload = "auto",
+    offload_optimiser: shared.OffloadOptimiser = "auto",
+    host_gib: shared.HostGib = None,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     out: Out = None,
@@ -67,7 +72,7 @@ def plan(
     Example:
         seqloom plan --lengths wikipedia --cluster 8x8xH200 --model llama3-8b --out plan.json --view
     """
-    from seqloom.api import cost_model, evaluate_planners
+    from seqloom.api import cost_model, evaluate_planners, with_fitting_optimiser
     from seqloom.planners import PLANNERS, requested_stages
 
     shared.check_output(out)
@@ -76,15 +81,30 @@ def plan(
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, shared.load_model(model), **options, stages=1 if packs else requested_stages([planner]))
+    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
+    options["stages"] = 1 if packs else requested_stages([planner])
+    spec, place = shared.load_model(model), shared.parse_offload(offload_optimiser)
+
+    @cache
+    def build(offloaded: bool) -> CostModel:
+        return cost_model(cluster, spec, **options, offload_optimiser=offloaded)
+
+    with suppress(MemoryBudgetError):
+        build(place is True)  # refuses what is wrong with the options before anything is read
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
-    workload = _workload(source, batch_size, tokens_per_batch, skip)
     if tokens_per_step is not None:
+        cost = with_fitting_optimiser(lambda own: own, build, place)
+        workload = _workload(source, batch_size, tokens_per_batch, skip)
         _pack_steps(cost, workload, tokens_per_step, seed=seed, out=out, json=json)
         return
-    with shared.planning_progress(1) as progress:
-        [row] = evaluate_planners([planner], workload.batches, cost, seed=seed, progress=progress)
-    evaluation = row[planner]
+    workload = _workload(source, batch_size, tokens_per_batch, skip)
+
+    def run(own: CostModel) -> tuple[CostModel, Evaluation]:
+        with shared.planning_progress(1) as progress:
+            [row] = evaluate_planners([planner], workload.batches, own, seed=seed, progress=progress)
+        return own, row[planner]
+
+    cost, evaluation = with_fitting_optimiser(run, build, place)
     if out is not None:
         evaluation.plan.save(out)
 
@@ -113,6 +133,8 @@ def simulate(
     max_length: Annotated[int | None, Option(help="Longest sequence of the run, tokens, as when planning.")] = None,
     budget_gib: shared.BudgetGib = None,
     float8: shared.Float8 = False,
+    offload_optimiser: shared.OffloadOptimiser = "auto",
+    host_gib: shared.HostGib = None,
     picture: shared.Picture = None,
     json: shared.AsJson = False,
 ) -> None:
@@ -122,15 +144,20 @@ def simulate(
     Example:
         seqloom simulate plan.json --cluster 8x8xH200 --model llama3-8b
     """
-    from seqloom.api import cost_model_of, evaluate
+    from seqloom.api import cost_model_of, evaluate, with_fitting_optimiser
     from seqloom.plan import Plan
 
     shared.check_output(picture, "picture", (".svg",))
     loaded = Plan.load(plan)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
-    options |= {"budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model_of(loaded, cluster, shared.load_model(model), **options)
-    evaluation = evaluate(loaded, cost)
+    options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
+    spec = shared.load_model(model)
+
+    def build(offloaded: bool) -> CostModel:
+        return cost_model_of(loaded, cluster, spec, **options, offload_optimiser=offloaded)
+
+    place = shared.parse_offload(offload_optimiser)
+    cost, evaluation = with_fitting_optimiser(lambda own: (own, evaluate(loaded, own)), build, place)
     shared.report(
         json,
         lambda: {"plan": str(plan)} | shared.cost_dict(cost) | evaluation.as_dict(),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.reader import read_mapping
 from seqloom.version import __version__
 
@@ -47,6 +47,19 @@ BudgetGib = Annotated[
     float | None, Option(help="Memory per GPU that a plan may use; else the profile's, or 0.9 of the GPU's.")
 ]
 Float8 = Annotated[bool, Option("--float8", help="Linear layers multiply in float8, but for gradients of weights.")]
+Offload = Annotated[
+    str,
+    Option(
+        help="Activations in host memory: auto (batches that fit in no other way), true (where that is predicted to be "
+        "faster) or false."
+    ),
+]
+OffloadOptimiser = Annotated[
+    str, Option(help="The optimiser's state in host memory: auto (if nothing else holds the batch), true or false.")
+]
+HostGib = Annotated[
+    float | None, Option(help="Host memory per GPU that a plan may use; else what the cluster says, if it does.")
+]
 Lengths = Annotated[str, Option(help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin.")]
 Skip = Annotated[int, Option(help="Batches to skip at the beginning.")]
 MaxLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens; longer ones are dropped first.")]
@@ -99,6 +112,14 @@ def check_output(path: Path | None, what: str = "plan", suffixes: tuple[str, ...
 
 
 # Arguments and the installation.
+
+
+def parse_offload(text: str) -> bool | str:
+    """Return true, false or "auto", as an option says."""
+    known: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
+    if text not in known:
+        raise unknown_name("offload", text, known)
+    return known[text]
 
 
 def split_names(text: str, what: str, example: str) -> list[str]:
@@ -262,6 +283,9 @@ def cost_dict(cost: CostModel) -> dict[str, Any]:
         "profile": cost.profile.name,
         "sharding": cost.sharding.value,
         "budget_gib": cost.budget_bytes / GIB,
+        "host_gib": None if cost.host_bytes is None else cost.host_bytes / GIB,
+        "offload": cost.offload,
+        "offload_optimiser": cost.offload_optimiser,
         "float8": cost.float8,
     }
 
@@ -273,6 +297,7 @@ def cost_line(cost: CostModel) -> str:
     return (
         f"{cost.cluster.name}, {cost.model.name}, profile {cost.profile.name}, "
         f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
+        f"{', optimiser in host memory' if cost.offload_optimiser else ''}"
     )
 
 
@@ -299,4 +324,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
     if len(simulation.nic_busy_ns) > 1:
         busiest, mean = (f"{100 * share:.0f} %" for share in simulation.nic_shares)
         line += f"; NICs in use {mean} of the time, the busiest {busiest}"
-    return f"{line}; at most {evaluation.peak_memory_gib:.1f} GiB per GPU; hash {evaluation.plan.hash[:12]}"
+    memory = f"at most {evaluation.peak_memory_gib:.1f} GiB per GPU"
+    if evaluation.peak_host_memory_gib:
+        memory += f" and {evaluation.peak_host_memory_gib:.1f} GiB of its host's memory"
+    return f"{line}; {memory}; hash {evaluation.plan.hash[:12]}"

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 ACTIVATION_BYTES = 2  # bf16 on the wire
 KV_GRADIENT_BYTES = 4  # dK and dV are float32, on the wire and in memory: they are sums of many steps or pieces
+STATE_BYTES = 4  # states of scans are float32 too
 MIB = 1024**2
 
 
@@ -245,11 +246,13 @@ class Communication:
         """Bytes per token and GPU that are redistributed, a rank's own share included.
 
         Forward moves q, k, v in and the output out; backward the same again. Recomputing repeats q, k, v, and in full
-        checkpointing the output as well. Every Ulysses rank counts as many query heads as the fullest one has.
+        checkpointing the output as well. Every Ulysses rank counts as many query heads as the fullest one has. Latents
+        go to every rank.
         """
-        query = -(-self.model.heads // shape.ulysses) * shape.ulysses
-        values, _ = attention_exchanges(query, self._kv_heads(shape), checkpoint)
-        return self.model.attention_layers * values * self.model.head_dim * ACTIVATION_BYTES / shape.degree
+        dim, query = self.model.head_dim, -(-self.model.heads // shape.ulysses) * shape.ulysses
+        keys = self.model.latent_values * shape.ulysses if shape.latent else 2 * self._kv_heads(shape) * dim
+        values, _ = attention_exchanges(query * dim, keys, checkpoint)
+        return self.model.attention_layers * values * ACTIVATION_BYTES / shape.degree
 
     def ulysses(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of the all-to-all of heads."""
@@ -306,7 +309,7 @@ class Communication:
         """
         if shape.method != Method.GATHER or shape.ring == 1:
             return 0.0
-        size = self.model.attention_layers * self._kv_values(shape) * KV_GRADIENT_BYTES
+        size = self.model.attention_layers * self._kv_values(shape._replace(latent=False)) * KV_GRADIENT_BYTES
         return size / MIB * self.profile.gathered_us * 1e3
 
     def prefix(self, shape: GroupShape) -> float:
@@ -343,23 +346,43 @@ class Communication:
         return shape.ulysses * kv_heads_per_rank(self.model.heads, self.model.kv_heads, shape.ulysses)
 
     def _kv_values(self, shape: GroupShape) -> float:
-        """Values of K and V per token and layer that a Ulysses rank holds."""
+        """Values of K and V per token and layer that a Ulysses rank holds; with latents, of these."""
+        if shape.latent:
+            return float(self.model.latent_values)
         return 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
 
     # mixers: all ranks of a group exchange tokens for heads, whatever its Ulysses and ring; a convolution fetches a few
-    # rows only
+    # rows only, before each run of tokens that a rank holds
 
     def mixers(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of what goes into the scans of mixers and comes out, which a recomputed layer repeats."""
+        if shape.states:
+            return Flow()
         values = mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_exchange
         message = values * ACTIVATION_BYTES / shape.degree**2
         return direct_flow(traffic.everyone, *self.message_ns(message, "all_to_all"))
 
+    def halo(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
+        """ns per document of the rows before a rank's runs of tokens."""
+        if shape.degree == 1:
+            return Flow()
+        values = shape.runs_per_rank * mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_halo
+        link, nic = self.message_ns(values * ACTIVATION_BYTES, "all_to_all")
+        return Flow(nic, nic, 0.0) if traffic.everyone.node_out else Flow(link, 0.0, link)
+
+    def states(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
+        """ns per document of states of scans: every rank sends those of its runs to all others."""
+        if not shape.states:
+            return Flow()
+        values = shape.runs_per_rank * mixer_passes(checkpoint) * len(self.model.mixer_layers) * self.model.mixer_state
+        return direct_flow(traffic.everyone, *self.message_ns(values * STATE_BYTES, "all_to_all"))
+
     def mixer_latency(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> float:
-        """ns per round: in every pass a convolution's halo, a scan's exchange in and one out."""
+        """ns per round: in every pass a convolution's halo, and a scan's exchange in and one out, or one of states."""
         if shape.degree == 1:
             return 0.0
-        calls = mixer_passes(checkpoint) * len(self.model.mixer_layers) * (3 if self.model.mixer_exchange else 1)
+        each = 1 if not self.model.mixer_exchange else 2 if shape.states else 3
+        calls = mixer_passes(checkpoint) * len(self.model.mixer_layers) * each
         return calls * self.latency("all_to_all", traffic.everyone.node_out > 0, (shape.degree - 1).bit_length())
 
     # tensor parallelism: each half of a layer, attention and the feed-forward, all-gathers its input (hidden states)
@@ -471,9 +494,12 @@ def mixer_passes(checkpoint: Checkpoint) -> int:
     return 3 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 2
 
 
-def attention_exchanges(query: int, kv: int, checkpoint: Checkpoint) -> tuple[int, int]:
-    """(values per token, calls) per layer in and out of attention, forward and backward, with repetitions."""
-    into, out = query + 2 * kv, query
+def attention_exchanges(query: int, keys: int, checkpoint: Checkpoint) -> tuple[int, int]:
+    """(values per token, calls) per layer in and out of attention, forward and backward, with repetitions.
+
+    So many are of queries, and of keys and values, or of what stands in their place.
+    """
+    into, out = query + keys, query
     repeated = {Checkpoint.SELECTIVE: (into, 1), Checkpoint.FULL: (into + out, 2)}
     values, calls = repeated.get(checkpoint, (0, 0))
     return 2 * (into + out) + values, 4 + calls
@@ -507,7 +533,8 @@ def remap_times(
     nic_of = ends // size * cluster.nics_per_node + np.asarray(cluster.nic_of_gpu)[ends % size]
     near = np.stack([np.bincount(end[inside], tokens[inside], cluster.ranks) for end in ends])
     far = np.stack([np.bincount(end[across], tokens[across], nics) for end in nic_of])
-    values, calls = remap_exchanges(links.model, work.remap, work.checkpoint)
+    latent = any(group.latent for group in work.groups)
+    values, calls = remap_exchanges(links.model, work.remap, work.checkpoint, latent)
     link, nic = links.message_ns(values * layers * ACTIVATION_BYTES, "all_to_all")
     time = 0.0
     if move.remote.any():
@@ -518,13 +545,14 @@ def remap_times(
     return round(time), nic_ns.reshape(cluster.nodes, -1), link_ns
 
 
-def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint) -> tuple[int, int]:
+def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint, latent: bool = False) -> tuple[int, int]:
     """(values per moved token, calls) of a layer, forward and backward.
 
-    Around attention: q, k, v in and the output out, like a head exchange. Around the feed-forward: the hidden state
-    in and out; recomputing repeats the way in.
+    Around attention: q, k, v in and the output out, like a head exchange; where some group has latents, these in the
+    place of k and v. Around the feed-forward: the hidden state in and out; recomputing repeats the way in.
     """
     again = checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL)
     if remap == Remap.MLP:
         return (4 + again) * model.hidden, 4 + again
-    return attention_exchanges(*attention_widths(model), checkpoint)
+    query, kv = attention_widths(model)
+    return attention_exchanges(query, model.latent_values if latent else 2 * kv, checkpoint)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from seqloom.cost.shapes import GroupShape
 from seqloom.plan import Checkpoint
 from seqloom.plan.round import even_ranges
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 BACKWARD_FLOPS = 2.5  # attention backward over forward: five products of the same size instead of two
 OPTIMISER_TRAFFIC = 30  # bytes per parameter: read gradient, master, two moments; write the last three, bf16
 LOGIT_BYTES = 16  # per vocabulary entry and token: logits out, float32 softmax, gradient back
+SCAN_EFFICIENCY = 0.08
+"""Of the rate of large matrix products, what the small ones of a scan reach. No profile has a figure of its own: the
+gated delta rule of flash-linear-attention is published with 3.7 ns for a token and head of 128 on H100, forward, which
+is 49 TFLOP/s."""
 
 
 class LayerValues(NamedTuple):
@@ -44,11 +49,13 @@ def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
     Tensor ranks save the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
     and their own part of the feed-forward they save all these tokens, which is as much as all of it for their own.
     """
-    query, kv = attention_widths(model)
+    latents = 2 * (model.query_latent + model.latent_values)  # before their norm and after
     mixers, values = frozenset(model.mixer_layers), []
     for layer, (ffn, window) in enumerate(zip(feed_forward_values(model), model.windows, strict=True)):
+        kv_heads, dim = model.head_shape(layer)
+        query, kv = model.heads * dim, kv_heads * dim
         attends, mixed = window != 0, model.mixer_values if layer in mixers else 0
-        saved = (2 + 2 * tensor) * model.hidden + attends * (3 * query + 2 * kv) + mixed
+        saved = (2 + 2 * tensor) * model.hidden + attends * (3 * query + 2 * kv + latents) + mixed
         touched = 10 * model.hidden + attends * 2 * (query + kv) + 2 * mixed
         values.append(LayerValues(saved + ffn.saved, touched + ffn.touched))
     return tuple(values)
@@ -69,8 +76,23 @@ def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
 
 
 def attention_widths(model: ModelSpec) -> tuple[int, int]:
-    """Values per token of all query heads together, and of all key heads; the value heads have as many."""
+    """Values per token of all query heads together, and of all key heads; the value heads have as many.
+
+    Of layers that differ (`ModelSpec.head_shapes`), those of most.
+    """
     return model.heads * model.head_dim, model.kv_heads * model.head_dim
+
+
+def layers_by_mask(model: ModelSpec) -> dict[tuple[int | None, int | None], float]:
+    """Window and attention chunk -> layers that have them.
+
+    A layer with heads of another width counts for as many layers as its width is of `head_dim`.
+    """
+    counts = Counter((mask, model.head_shape(layer)[1]) for layer, mask in enumerate(model.masks))
+    found: dict[tuple[int | None, int | None], float] = dict.fromkeys(model.masks, 0)
+    for (mask, dim), layers in counts.items():
+        found[mask] += layers if dim == model.head_dim else layers * dim / model.head_dim
+    return found
 
 
 def kv_heads_per_rank(heads: int, kv_heads: int, ulysses: int) -> int:
@@ -117,7 +139,7 @@ class Compute:
     model: ModelSpec
     matmul_tflops: float
     memory_gb_s: float  # achieved, not spec
-    masks: tuple[tuple[tuple[int | None, int | None], int], ...]  # ((window, attention chunk), layers that have them)
+    masks: tuple[tuple[tuple[int | None, int | None], float], ...]  # of layers that attend: see `layers_by_mask`
     causal: dict[int, LengthCurve]  # by number of forwards
     tile: dict[int, LengthCurve]
     float8_speedup: float  # of the products that run in float8: all but those of weight gradients; 1: none do
@@ -131,7 +153,7 @@ class Compute:
             cluster.device.hbm_gb_s * profile.memory_efficiency,
             tuple(
                 sorted(
-                    Counter(mask for mask in model.masks if mask[0] != 0).items(),
+                    ((mask, layers) for mask, layers in layers_by_mask(model).items() if mask[0] != 0),
                     key=lambda item: [each or 0 for each in item[0]],
                 )
             ),
@@ -139,6 +161,27 @@ class Compute:
             {forwards: LengthCurve.of(profile.tile, forwards) for forwards in (1, 2)},
             profile.float8_speedup if float8 else 1.0,
         )
+
+    def scan(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
+        """ns per token of a group of what mixers scan: on the rank with most heads, or of its tokens and states."""
+        model = self.model
+        operations = model.mixer_flops / shape.degree
+        if shape.states:
+            operations = model.mixer_run_flops / shape.degree
+        elif model.mixer_heads:
+            operations = model.mixer_flops * (-(-model.mixer_heads // shape.degree) / model.mixer_heads)
+        return self._scan_ns(operations, checkpoint)
+
+    def joined_states(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
+        """ns per document of a group of joining the states of all its runs, which every rank does."""
+        runs = shape.degree * shape.runs_per_rank
+        return self._scan_ns(runs * self.model.mixer_join_flops, checkpoint) if shape.states else 0.0
+
+    def _scan_ns(self, operations: float, checkpoint: Checkpoint) -> float:
+        """ns of so many operations of each mixer's forward; a backward is twice as much."""
+        passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
+        every = passes * len(self.model.mixer_layers) * operations
+        return every / (SCAN_EFFICIENCY * self.matmul_tflops * 1e3)
 
     def linear(self, checkpoint: Checkpoint) -> float:
         """ns per token on one rank for all layers, forward and backward, with recomputation."""
@@ -175,7 +218,8 @@ class Compute:
         """
         touched = sum(layer.touched for layer in layer_values(self.model))
         products, moves = self._matmul_parameters / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
-        return products / (self._product_time_ratio(3) * products + moves)
+        scans = self.scan(GroupShape(1, 1), Checkpoint.NONE) / 6  # half of a forward, like the others
+        return products / (self._product_time_ratio(3) * products + moves + scans)
 
     def head(self) -> float:
         """ns per token of the vocabulary projection and the loss, whose chunks are never recomputed."""
@@ -204,6 +248,34 @@ class Compute:
             total = total + layers * (area * per_area)
         return total * (4.0 * attention_widths(self.model)[0] * 1e-3 / ring)
 
+    def expansion(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
+        """ns per token of a group and layer of making keys and values from latents, on each of its ranks.
+
+        A rank makes those of its heads for all tokens of the group, by products with a matrix that also copies the
+        rotated key (`attention.latent`): in forward, again in backward, and two more for the gradients; and once more
+        where attention is recomputed.
+        """
+        if not shape.latent:
+            return 0.0
+        products = 5 if checkpoint == Checkpoint.FULL else 4
+        return products * 2 * self._expansion_values(shape) / (self.matmul_tflops * 1e3)
+
+    def unexpanded(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
+        """ns per token of a group and layer of what `linear` counts for the same: the rank that has a token does it."""
+        if not shape.latent:
+            return 0.0
+        products = 3 if checkpoint == Checkpoint.NONE else 4
+        return products * 2 * self.model.expansion_parameters / (shape.degree * self.matmul_tflops * 1e3)
+
+    def expansion_matrix(self, shape: GroupShape) -> float:
+        """ns per round and layer of writing the matrix of `expansion`, in forward and in backward."""
+        return 2 * 2 * self._expansion_values(shape) / self.memory_gb_s if shape.latent else 0.0
+
+    def _expansion_values(self, shape: GroupShape) -> float:
+        """Values of the matrix that a latent is multiplied with, for the heads of the fullest Ulysses rank."""
+        _, kv = attention_widths(self.model)
+        return self.model.latent_values * 2 * kv * (-(-self.model.heads // shape.ulysses) / self.model.heads)
+
     def tensor_sums(self, tensor: int, gathers: int) -> float:
         """ns per token of a rank, all layers, of so many sums per layer: each reads a row of every rank, writes one."""
         touched = gathers * self.model.layers * (tensor + 1) * self.model.hidden if tensor > 1 else 0
@@ -221,9 +293,10 @@ def forward_flops(lengths: np.ndarray, model: ModelSpec) -> np.ndarray:
     not counted. A layer's mask counts; of several experts those that a token takes; the head for every token.
     """
     tokens = lengths.astype(np.float64)
-    pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in Counter(model.masks).items())
+    pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in layers_by_mask(model).items())
     seen = 1.0 if model.causal else 2.0
-    return 2.0 * model.matmul_parameters * tokens + 4.0 * attention_widths(model)[0] * seen * pairs
+    values = model.value_dim / model.head_dim if model.latent else 1.0
+    return 2.0 * model.matmul_parameters * tokens + 2.0 * (1.0 + values) * attention_widths(model)[0] * seen * pairs
 
 
 def causal_area(

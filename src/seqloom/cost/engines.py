@@ -29,16 +29,18 @@ from seqloom.cost.communication import (
     passes,
     tensor_gathers,
 )
-from seqloom.cost.compute import Compute
+from seqloom.cost.compute import OPTIMISER_TRAFFIC, Compute
 from seqloom.cost.memory import (
     GIB,
     GRADIENT_BYTES,
+    OPTIMISER_BYTES,
     PARAMETER_BYTES,
     AdditiveMemory,
     AnalyticMemory,
     MemoryModel,
     layer_parameters,
 )
+from seqloom.cost.profile import HOST_GB_S
 from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
 from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Checkpoint, Reduce, Remap, Sharding
@@ -69,6 +71,7 @@ class CostEngine(ABC):
     matmul_share: float = 1.0  # of the part ``linear``
     solo_time_ratio: float = 1.0  # a rank's time while all others wait, over its time while all are busy
     split_us: float = 0.0  # what a backward takes more in two halves (I, W) than in one, per layer
+    host_gb_s: float = HOST_GB_S  # GB/s of a device to and from pinned host memory, in one direction
 
     @abstractmethod
     def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
@@ -81,6 +84,14 @@ class CostEngine(ABC):
     @abstractmethod
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
         """float64[shapes, n] ns of each document on the rank of a group that has most heads."""
+
+    def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """ns of a document, or a piece of one, however many tokens it has; parts are those of tokens."""
+        return {}
+
+    def scan_token_ns(self, policy: MemoryPolicy) -> float:
+        """ns per token of a rank, of the part ``linear``, that stays where attention has the token: scans."""
+        return 0.0
 
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns that so many tokens in front of a piece cost, beyond the query-key pairs that it reads."""
@@ -100,6 +111,10 @@ class CostEngine(ABC):
             f"profile {self.profile.name} has no constants for a second layout of tokens; "
             "plan without remapping, or leave the profile out"
         )
+
+    def copy_ns(self, size: np.ndarray) -> np.ndarray:
+        """int64 ns of copying so many bytes between a device and host memory, one way."""
+        return np.ceil(size / self.host_gb_s).astype(np.int64)
 
     def split_overhead_ns(self, layers: int) -> int:
         """ns that a backward through so many layers takes more in two halves than in one."""
@@ -146,14 +161,15 @@ class AnalyticEngine(CostEngine):
             model=model,
             compute=compute,
             links=Communication(profile, cluster, cp_model(model, tensor)),
-            memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners),
+            memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners, cost.offload_optimiser),
             shard_ranks=shards,
             budget_bytes=math.floor(budget * GIB),
-            shapes=with_methods(plain, cluster.gpus_per_node, nics),
+            shapes=with_methods(plain, cluster.gpus_per_node, nics, model.latent > 0, model.mixer_state > 0),
             policies=tuple(MemoryPolicy(checkpoint, reduce) for reduce in reduces for checkpoint in checkpoints),
             matmul_share=compute.matmul_share,
             solo_time_ratio=profile.solo_time_ratio,
             split_us=profile.split_us,
+            host_gb_s=profile.host_gb_s,
             tensor=tensor,
         )
 
@@ -172,9 +188,10 @@ class AnalyticEngine(CostEngine):
         gather = 0.0 if policy.resident else 2 * self._collective(PARAMETER_BYTES)
         waits = policy.resident or policy.reduce == Reduce.STEP
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
+        matrices = self.model.attention_layers * self.compute.expansion_matrix(shape)
         return {
             "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + exposed * (gather + reduce),
-            "steps": self.model.attention_layers * steps * 1e3 + exposed * ring,
+            "steps": self.model.attention_layers * steps * 1e3 + exposed * ring + matrices,
             "ulysses": self.links.ulysses_latency(cp, traffic, checkpoint)
             + self.links.mixer_latency(shape, traffic, checkpoint),
             "ring": ring,
@@ -191,13 +208,27 @@ class AnalyticEngine(CostEngine):
         rates = self.prefix_token_ns(shape, policy, traffic)
         rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
         return rates | {
-            "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree,
+            "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree
+            + self.compute.scan(shape, policy.checkpoint),
             "head": self.compute.head() / shape.degree,
             "ulysses": ulysses.time + mixers.time,
             "network": ulysses.network + kv.network + tensor.network + mixers.network,
             "link": ulysses.link + kv.link + tensor.link + mixers.link,
             "tensor": tensor.time,
         }
+
+    def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """Halos of convolutions, and states of scans, which every rank joins."""
+        if not self.model.mixer_layers:
+            return {}
+        seen = traffic, policy.checkpoint
+        time, network, link = self.links.halo(shape, *seen) + self.links.states(shape, *seen)
+        joined = self.compute.joined_states(shape, policy.checkpoint)
+        return {"ulysses": time, "network": network, "link": link, "linear": joined}
+
+    def scan_token_ns(self, policy: MemoryPolicy) -> float:
+        """On one rank."""
+        return self.compute.scan(GroupShape(1, 1), policy.checkpoint)
 
     def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
         """Keys and values in front of a piece are shared again, like those of the piece, and gradients sent back."""
@@ -222,22 +253,29 @@ class AnalyticEngine(CostEngine):
         return links.ulysses(cp, *seen), links.kv(cp, *seen), links.tensor(shape, *seen), links.mixers(shape, *seen)
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
-        """Around attention all linear layers move, around the feed-forward only these."""
+        """Around attention all linear layers move, around the feed-forward only these; scans stay."""
         linear, head = self.compute.linear(policy.checkpoint), self.compute.head()
+        scan = self.scan_token_ns(policy)
         if remap == Remap.ATTENTION:
-            return {"linear": (linear, 0.0), "head": (head, 0.0)}
+            return {"linear": (linear, scan), "head": (head, 0.0)}
         moved = self.compute.feed_forward(policy.checkpoint)
-        return {"linear": (moved, linear - moved), "head": (0.0, head)}
+        return {"linear": (moved, linear - moved + scan), "head": (0.0, head)}
 
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
-        """The heads of the fullest Ulysses rank, and kernel calls."""
+        """The heads of the fullest Ulysses rank, kernel calls, and what making keys from latents takes more there."""
         rings = {shape.ring for shape in shapes}
         all_heads = {ring: self.compute.attention(lengths, ring, policy.checkpoint) for ring in rings}
         rows = []
         for shape in shapes:
             share = -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
             calls = self._kernel_call_ns(lengths, shape.kernel_calls, policy)
-            rows.append(all_heads[shape.ring] * share + calls)
+            row = all_heads[shape.ring] * share + calls
+            if shape.latent:
+                more = self.compute.expansion(shape, policy.checkpoint) - self.compute.unexpanded(
+                    shape, policy.checkpoint
+                )
+                row = row + self.model.attention_layers * more * lengths
+            rows.append(row)
         return np.stack(rows)
 
     def _kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
@@ -249,7 +287,8 @@ class AnalyticEngine(CostEngine):
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns: kernels are called once more and their results merged; gradients of the prefix are added up.
 
-        A rank meets all tokens of the prefix that a layer's mask shows, of its own heads.
+        A rank meets all tokens of the prefix that a layer's mask shows, of its own heads, which it makes from latents
+        once more where these are what the cache has.
         """
         calls = self._kernel_call_ns(prefix, shape.kernel_calls, policy)
         again = 3 / 2 if policy.checkpoint == Checkpoint.FULL else 1.0
@@ -258,7 +297,8 @@ class AnalyticEngine(CostEngine):
             layers * np.minimum(prefix if chunk is None else prefix % chunk, window or np.inf)
             for (window, chunk), layers in self.compute.masks
         )
-        return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(cp_shape(shape, self.tensor)) * met
+        each = self.links.prefix(cp_shape(shape, self.tensor)) + self.compute.expansion(shape, policy.checkpoint)
+        return calls + np.where(prefix > 0, merging, 0.0) + each * met
 
     def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
         """Gradients that were not reduced every round, the sum over replicas, the optimiser, the host."""
@@ -282,10 +322,30 @@ class AnalyticEngine(CostEngine):
         """(ns, of that communication). Under free sharding messages depend on the whole plan: see `resharding`."""
         memory, rest = self.memory, self.profile.step_us * 1e3
         if memory.owners:
-            return rest + self.compute.optimiser(memory.parameters / memory.owners), 0.0
+            return rest + self._optimiser_ns(memory.parameters / memory.owners), 0.0
         moved = sum(self.links.collective(size * parameters, shard_ranks, layers) for size in sizes)
         moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shard_ranks, layers, ranks)
-        return moved + (rest + self.compute.optimiser(parameters / shard_ranks)), moved
+        return moved + (rest + self._optimiser_ns(parameters / shard_ranks)), moved
+
+    def _optimiser_ns(self, parameters: float) -> float:
+        """ns of the optimiser's step on this many parameters of a rank."""
+        if not self.memory.offload_optimiser:
+            return self.compute.optimiser(parameters)
+        return min(self.offloaded_update_ns(parameters).values())
+
+    def offloaded_update_ns(self, parameters: float) -> dict[str, float]:
+        """ns of updating parameters whose masters and moments are in host memory: on the GPU, and on the host's CPUs.
+
+        On the GPU all state passes the link up and down, side by side, and the host's memory twice. On the host the
+        gradients go down and the new parameters up, beside the update, which is as fast as memory. The GPUs of a node
+        share that memory.
+        """
+        link, gpus = self.host_gb_s, self.links.cluster.gpus_per_node
+        memory = self.profile.host_memory_gb_s / gpus
+        return {
+            "device": parameters * max(OPTIMISER_BYTES / link, 2 * OPTIMISER_BYTES / memory),
+            "host": parameters * max(GRADIENT_BYTES / link, OPTIMISER_TRAFFIC / memory),
+        }
 
     def _collective(self, bytes_per_parameter: int) -> float:
         size = bytes_per_parameter * self.memory.rank_parameters
@@ -316,7 +376,7 @@ class AdditiveEngine(CostEngine):
         return cls(
             profile=profile,
             constants=constants,
-            memory=AdditiveMemory(state, shard_ranks, constants.mib_per_token * MIB),
+            memory=AdditiveMemory(state, shard_ranks, constants.mib_per_token * MIB, constants.layers),
             links=None,
             policies=(MemoryPolicy(Checkpoint.PROFILE, Reduce.ROUND),),  # as they were measured
             budget_bytes=math.floor(budget * GIB),

@@ -7,6 +7,8 @@ State per parameter: bf16 copy (2 bytes), float32 master and two Adam moments (1
                           scattered gradient, over the ranks of the shard group
     free sharding         copy and gradient of all that the rank computes with; master, moments and the gradient to be
                           applied spread over all ranks of the cluster
+    offloaded optimiser   master and moments in host memory; in their place a bf16 copy of the rank's part of them,
+                          unless that is the copy that layers compute with
 
 Activations per token and layer, from a micro-batch's forward to its backward:
 
@@ -15,7 +17,7 @@ Activations per token and layer, from a micro-batch's forward to its backward:
     full        the layer's input
     stage       the stage's input
     offload     nothing: the checkpoint's values lie in host memory; while the micro-batch goes forward or backward,
-                twice that much, since one micro-batch is copied while another is worked on
+                those of two layers, since one layer is copied while another is worked on
 
 Recomputing needs one layer's ``none`` set at a time on top (``stage``: that of all layers). The attention output counts
 twice: with Ulysses it is kept as the kernel left it, all tokens of some heads, and as it came back, some tokens of all
@@ -25,14 +27,13 @@ to W. Tensor ranks gather hidden states of all tokens of their group, and send a
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from seqloom.cost.communication import ACTIVATION_BYTES, KV_GRADIENT_BYTES
 from seqloom.cost.compute import attention_widths, kv_heads_per_rank, layer_values
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError
 from seqloom.plan import Checkpoint, LayerRange, Limits, Reduce
 
 if TYPE_CHECKING:
@@ -49,9 +50,6 @@ PARAMETER_BYTES = 2
 OPTIMISER_BYTES = 12
 GRADIENT_BYTES = 4
 CHUNK_LOGIT_BYTES = 6  # bf16 logits turned into their gradient in place, and a float32 softmax
-HOST_GB_S = 20.0
-"""GB/s of a GPU to and from pinned host memory, in one direction: 16 lanes of PCIe 4 carry 25 to 28 when nothing else
-uses them, and the GPUs of a node share its memory. No profile has a figure of its own."""
 
 
 class ActivationBytes(NamedTuple):
@@ -80,6 +78,8 @@ class AnalyticMemory:
     tensor: int = 1
     owners: int = 0
     """Ranks over which free sharding spreads masters and moments; 0: sharding is not free."""
+    offload_optimiser: bool = False
+    """Whether masters and moments are in host memory."""
 
     @property
     def parameters(self) -> int:
@@ -98,7 +98,8 @@ class AnalyticMemory:
     @property
     def idle_bytes(self) -> int:
         """Bytes of a rank in no stage: under free sharding, its part of master, moments and gradient."""
-        return -(-(OPTIMISER_BYTES + GRADIENT_BYTES) * self.parameters // self.owners) if self.owners else 0
+        own = PARAMETER_BYTES if self.offload_optimiser else OPTIMISER_BYTES
+        return -(-(own + GRADIENT_BYTES) * self.parameters // self.owners) if self.owners else 0
 
     def fixed_bytes(self, policy: MemoryPolicy) -> int:
         """Bytes before any token in plans of one stage: state, gathered parameters and working bytes.
@@ -109,15 +110,16 @@ class AnalyticMemory:
         layers, held = self._all_layers, self.rank_parameters
         if self.owners or self.shard_ranks == 1:
             return self.state_bytes(layers, self.tensor) + self.working_bytes(layers)
-        state = (PARAMETER_BYTES + OPTIMISER_BYTES + GRADIENT_BYTES) * -(-held // self.shard_ranks)
+        optimiser = 0 if self.offload_optimiser else OPTIMISER_BYTES
+        state = (PARAMETER_BYTES + optimiser + GRADIENT_BYTES) * -(-held // self.shard_ranks)
         tables = self.model.head_parameters * (1 if self.model.tied else 2)
         gathered = PARAMETER_BYTES * (self._two_layers(layers) + tables)
         gradients = self._two_layers(layers) if policy.reduce == Reduce.ROUND else held
         return state + gathered + GRADIENT_BYTES * gradients + self.working_bytes(layers)
 
-    def token_bytes(self, policy: MemoryPolicy, lighter_layers: int = 0) -> float:
+    def token_bytes(self, policy: MemoryPolicy, offloaded_layers: int = 0, lighter_layers: int = 0) -> float:
         """Bytes that each token on a rank adds in plans of one stage: activations of all layers."""
-        return self.activation_bytes(self._all_layers, policy.checkpoint, False, lighter_layers).peak
+        return self.activation_bytes(self._all_layers, policy.checkpoint, offloaded_layers, lighter_layers).peak
 
     def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
         """State of a pipeline stage: whole copy and gradient, the rest over the shard group unless sharding is free."""
@@ -125,8 +127,19 @@ class AnalyticMemory:
         state, shards = (PARAMETER_BYTES + GRADIENT_BYTES) * parameters, max(1, shard_ranks // self.tensor)
         if self.owners:
             return state
-        sharded = OPTIMISER_BYTES + (GRADIENT_BYTES if shards > 1 else 0)
+        sharded = 0 if self.offload_optimiser else OPTIMISER_BYTES
+        if shards > 1:
+            sharded += GRADIENT_BYTES + (PARAMETER_BYTES if self.offload_optimiser else 0)
         return state + -(-sharded * parameters // shards)
+
+    def host_state_bytes(self, stages: Sequence[LayerRange], shard_ranks: int) -> int:
+        """Master and moments in host memory, of a rank with these stages and shard groups of `shard_ranks` ranks."""
+        if not self.offload_optimiser:
+            return 0
+        if self.owners:
+            return -(-OPTIMISER_BYTES * self.parameters // self.owners)
+        own = sum(layer_parameters(self.model, self.context, layers, self.tensor) for layers in stages)
+        return -(-OPTIMISER_BYTES * own // max(1, shard_ranks // self.tensor))
 
     def working_bytes(self, layers: LayerRange) -> int:
         """Buffers of a rank, however many stages it has: a chunk of logits on the last, the device, communicators.
@@ -141,44 +154,52 @@ class AnalyticMemory:
         """Parameters of two layers, of the largest."""
         return 2 * max(self.model.layer_parameters(k, self.tensor) for k in range(layers.first, layers.stop))
 
-    def _stored(self, checkpoint: Checkpoint, whole: Sequence[int]) -> int:
-        """Bytes per token that layers store until their backward; `whole` are those of each if nothing is recomputed.
+    def _whole(self, layers: LayerRange) -> list[int]:
+        """Bytes per token that each layer stores until its backward if nothing is recomputed, with log-sum-exp."""
+        values = layer_values(self.model, self.tensor)[layers.first : layers.stop]
+        return [2 * layer.saved + 4 * self.model.heads for layer in values]
 
-        A stage that is recomputed as one has its input, whatever its layers.
+    def _stored(self, layers: LayerRange, checkpoint: Checkpoint, lighter_layers: int = 0) -> list[int]:
+        """Bytes per token that each layer stores until its backward; of a stage that is recomputed as one, its input.
+
+        The last `lighter_layers` layers recompute less.
         """
-        hidden, (query, _) = 2 * self.model.hidden, attention_widths(self.model)
-        selective = hidden + 2 * 2 * query + 4 * self.model.heads
-        each = {Checkpoint.SELECTIVE: selective * len(whole), Checkpoint.FULL: hidden * len(whole)}
-        return {**each, Checkpoint.STAGE: hidden}.get(checkpoint, sum(whole))
+        hidden, (query, _), whole = 2 * self.model.hidden, attention_widths(self.model), self._whole(layers)
+        if checkpoint == Checkpoint.STAGE:
+            return [hidden]
+        each = {Checkpoint.SELECTIVE: hidden + 2 * 2 * query + 4 * self.model.heads, Checkpoint.FULL: hidden}
+        heavy, light = checkpoint, checkpoint.lighter or checkpoint
+        kinds = [heavy] * (len(whole) - lighter_layers) + [light] * lighter_layers
+        return [each.get(kind, alone) for kind, alone in zip(kinds, whole, strict=True)]
+
+    def host_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offloaded_layers: int) -> int:
+        """Bytes per token that the first `offloaded_layers` layers of a stage have in host memory, from F to B."""
+        return sum(self._stored(layers, checkpoint)[:offloaded_layers])
 
     def activation_bytes(
-        self, layers: LayerRange, checkpoint: Checkpoint, offload: bool, lighter_layers: int = 0
+        self, layers: LayerRange, checkpoint: Checkpoint, offloaded_layers: int = 0, lighter_layers: int = 0
     ) -> ActivationBytes:
-        """Activations per token of a micro-batch on a stage; its last `lighter_layers` layers recompute less.
+        """Activations per token of a micro-batch on a stage.
 
+        Its first `offloaded_layers` layers store them in host memory, its last `lighter_layers` layers recompute less.
         Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of a layer.
         These are q, k, v and output sent and received; two K/V pairs in bf16 and two in float32 for a ring; and
         partial sums of tensor ranks sent and received.
         """
         model, tensor, hidden = self.model, self.tensor, self.model.hidden
         query, kv = attention_widths(model)
-        values = layer_values(model, tensor)[layers.first : layers.stop]
-        statistics = 4 * model.heads  # log-sum-exp, float32
-        whole = [2 * layer.saved + statistics for layer in values]
+        values, whole = layer_values(model, tensor)[layers.first : layers.stop], self._whole(layers)
         outputs = 2 * (tensor - 1) * hidden  # gradients of both halves' outputs, gathered from the tensor ranks
         deferred = float(sum(2 * (layer.saved - query + outputs) for layer in values))
         busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if layers.has_head else 0)
         busy += 2 * 2 * tensor * hidden if tensor > 1 else 0
-        heavy = len(whole) - lighter_layers
-        kept = self._stored(checkpoint, whole[:heavy])
-        if lighter_layers and checkpoint.lighter is not None:
-            kept += self._stored(checkpoint.lighter, whole[heavy:])
+        stored = self._stored(layers, checkpoint, lighter_layers)
+        held, copied = float(sum(stored[offloaded_layers:])), 2.0 * max(stored[:offloaded_layers], default=0)
         recomputed = {Checkpoint.NONE: 0, Checkpoint.STAGE: sum(whole)}.get(checkpoint, max(whole))
         recomputes = checkpoint != Checkpoint.NONE
         forward = max(whole) if recomputes else 0  # the layer that is being run keeps its values
-        held, twice = (0.0, 2.0 * kept) if offload else (float(kept), 0.0)
         split = deferred if recomputes else 0.0
-        return ActivationBytes(held, busy + forward + twice, busy + recomputed + twice, deferred, split)
+        return ActivationBytes(held, busy + forward + copied, busy + recomputed + copied, deferred, split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +209,16 @@ class AdditiveMemory:
     state: int  # of one rank, sharded over `shard_ranks`
     shard_ranks: int
     bytes_per_token: float
+    layers: int  # of the model
     idle_bytes: int = 0
 
     def fixed_bytes(self, policy: MemoryPolicy) -> int:
         """The state."""
         return self.state
 
-    def token_bytes(self, policy: MemoryPolicy, lighter_layers: int = 0) -> float:
+    def token_bytes(self, policy: MemoryPolicy, offloaded_layers: int = 0, lighter_layers: int = 0) -> float:
         """Activations; no layer recomputes less than the measured ones."""
-        return self.bytes_per_token
+        return self.bytes_per_token * (1 + offloaded_layers / self.layers)
 
     def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
         """The share of the layers, sharded anew."""
@@ -206,13 +228,21 @@ class AdditiveMemory:
         """None."""
         return 0
 
-    def activation_bytes(
-        self, layers: LayerRange, checkpoint: Checkpoint, offload: bool, lighter_layers: int = 0
-    ) -> ActivationBytes:
+    def host_state_bytes(self, stages: Sequence[LayerRange], shard_ranks: int) -> int:
+        """None."""
+        return 0
+
+    def host_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offloaded_layers: int) -> float:
         """The share of the layers."""
+        return self.bytes_per_token * offloaded_layers / layers.model_layers
+
+    def activation_bytes(
+        self, layers: LayerRange, checkpoint: Checkpoint, offloaded_layers: int = 0, lighter_layers: int = 0
+    ) -> ActivationBytes:
+        """The share of the layers; nobody says what of it one layer works with, so copies take as much again."""
         each = self.bytes_per_token * (layers.stop - layers.first) / layers.model_layers
-        held, twice = (0.0, 2 * each) if offload else (each, 0.0)
-        return ActivationBytes(held, twice, twice, each, 0.0)
+        away = self.host_bytes(layers, checkpoint, offloaded_layers)
+        return ActivationBytes(each - away, 2 * away, 2 * away, each, 0.0)
 
 
 MemoryModel = AnalyticMemory | AdditiveMemory
@@ -249,18 +279,14 @@ def kv_cache_bytes(cost: CostModel, layers: LayerRange, group: Group, tokens: in
     """(keys and values, their gradients) of a document of so many tokens in pieces, on each rank of its group.
 
     They stay for the whole document. A rank has the tokens of its ring index, and the key/value heads that its query
-    heads read.
+    heads read; or their latents.
     """
     model, tensor = cost.model, cost.tensor
     heads = kv_heads_per_rank(model.heads // tensor, model.kv_heads // tensor, group.ulysses // tensor)
     attending = -(-(layers.stop - layers.first) * model.attention_layers // model.layers)  # in stages of any layers
-    values = 2 * heads * model.head_dim * -(-tokens // group.ring) * attending
+    each = model.latent_values if group.latent else 2 * heads * model.head_dim
+    values = each * -(-tokens // group.ring) * attending
     return ACTIVATION_BYTES * values, KV_GRADIENT_BYTES * values
-
-
-def offload_ns(size: float) -> int:
-    """ns of copying so many bytes between a GPU and host memory, one way."""
-    return math.ceil(size / HOST_GB_S)
 
 
 def pipeline_checkpoints(cost: CostModel) -> tuple[Checkpoint, ...]:
@@ -268,6 +294,10 @@ def pipeline_checkpoints(cost: CostModel) -> tuple[Checkpoint, ...]:
     known = cost.engine.policies[0].checkpoint
     every = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
     return (known,) if known == Checkpoint.PROFILE else every
+
+
+PIPELINE_OFFLOADED = (Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE, Checkpoint.PROFILE)
+"""Checkpoints under which micro-batches of a pipeline may be offloaded."""
 
 
 def pp_rank_bytes(cost: CostModel, stages: Sequence[LayerRange], shard_group: int) -> int:
@@ -280,29 +310,38 @@ def pipeline_limits(cost: CostModel, pp_ranks: Sequence[Sequence[LayerRange]], s
     """Limits of plans whose pipeline ranks have these stages, and shard groups of `shard_group` ranks.
 
     The capacity of a checkpoint is what the fullest rank can hold of one micro-batch and nothing else: how many are in
-    flight is the plan's choice, and the simulator checks it. SeqloomError if the state alone does not fit.
+    flight is the plan's choice, and the simulator checks it. Plans that offload nothing leave out the capacities for
+    that. MemoryBudgetError if the state alone does not fit.
     """
     free = [cost.budget_bytes - pp_rank_bytes(cost, stages, shard_group) for stages in pp_ranks]
     budget = f"{cost.budget_bytes / GIB:.1f} GiB"
     if min(free) <= 0:
-        need = (cost.budget_bytes - min(free)) / GIB
-        raise SeqloomError(
+        need, parts = (cost.budget_bytes - min(free)) / GIB, "" if cost.offload_optimiser else ", optimiser"
+        raise MemoryBudgetError(
             f"{cost.model.name} does not fit: stage {free.index(min(free))} needs {need:.1f} GiB per GPU for "
-            f"parameters, gradients, optimiser and buffers, the budget is {budget}; use more stages or more GPUs, "
-            f"or raise the budget above {need:.1f} GiB"
+            f"parameters, gradients{parts} and buffers, the budget is {budget}; "
+            f"{cost.optimiser_way_out}use more stages or more GPUs, or raise the budget above {need:.1f} GiB"
         )
-    capacity = []
-    for checkpoint in pipeline_checkpoints(cost):
-        fits = [
-            int(room // cost.memory.activation_bytes(layers, checkpoint, offload=False).peak)
-            for stages, room in zip(pp_ranks, free, strict=True)
-            for layers in stages
-        ]
-        if (least := cost.microbatch_capacity(min(fits))) > 0:
-            capacity.append((checkpoint, least))
+    rooms = [(layers, room) for stages, room in zip(pp_ranks, free, strict=True) for layers in stages]
+
+    def fits(checkpoint: Checkpoint, offload: bool) -> int:
+        most = []
+        for layers, room in rooms:
+            offloaded = layers.stop - layers.first if offload else 0
+            most.append(int(room // cost.memory.activation_bytes(layers, checkpoint, offloaded).peak))
+        return cost.microbatch_capacity(min(most))
+
+    known = pipeline_checkpoints(cost)
+    capacity = [(checkpoint, tokens) for checkpoint in known if (tokens := fits(checkpoint, offload=False)) > 0]
     if not capacity:
-        raise SeqloomError(
+        raise MemoryBudgetError(
             f"a budget of {budget} holds the state of {cost.model.name} but no token; "
             "use more stages or raise the budget"
         )
-    return Limits(cost.ranks, cost.node_size, cost.model.heads, tuple(capacity), cost.pad_multiple)
+    offloaded = [
+        (checkpoint, max(tokens, fits(checkpoint, offload=True)))
+        for checkpoint, tokens in capacity
+        if cost.offload is not False and checkpoint in PIPELINE_OFFLOADED
+    ]
+    limits = Limits(cost.ranks, cost.node_size, cost.model.heads, tuple(capacity), cost.pad_multiple)
+    return replace(limits, offload_capacity=tuple(offloaded))

@@ -7,15 +7,16 @@ groups, and makes the tables that planners search on. Whole rounds and plans are
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from seqloom.cost import plan_cost
 from seqloom.cost.communication import Communication, GroupTraffic, group_traffic, nic_proxies
-from seqloom.cost.engines import AdditiveEngine, AnalyticEngine, CostEngine
+from seqloom.cost.engines import DEVICE_SHARE, AdditiveEngine, AnalyticEngine, CostEngine
 from seqloom.cost.memory import GIB
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.shapes import (
@@ -29,19 +30,22 @@ from seqloom.cost.shapes import (
     ordered,
     useful_shapes,
 )
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
 from seqloom.layout import Route
-from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Reduce, Sharding
+from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Span
-    from seqloom.plan import LayerRange, Plan, Stage
+    from seqloom.plan import Plan, Stage
 
 DEFAULT_CONTEXT = 384 * 1024
 """Tokens of a learned position table when no longest sequence is given: the largest published context."""
+
+OFFLOADED = (Checkpoint.SELECTIVE, Checkpoint.FULL)
+"""Checkpoints under which layers of plans of one stage may be offloaded."""
 
 PricedShape = tuple[GroupShape, GroupTraffic]
 """A shape, and where the messages of a group of it go."""
@@ -62,6 +66,12 @@ class CostModel:
         tensor: tensor parallel degree of every stage; shapes have multiples of it as Ulysses.
         cluster_cost: the model of the whole cluster, if ``cluster`` is a submesh of it; see `for_submesh`.
         float8: linear layers multiply in float8, but for the gradients of weights.
+        offload: whether plans may keep activations in host memory: True, False, or "auto", which does it for batches
+            that fit in no other way.
+        offload_optimiser: whether the optimiser's master weights and moments are in host memory.
+        host_gib: host memory of a device that plans may use; None: its share of what the cluster says of a node, if it
+            says that.
+        counts_offload: whether capacities count on activations in host memory; see `with_offload`.
     """
 
     def __init__(
@@ -77,12 +87,20 @@ class CostModel:
         tensor: int = 1,
         cluster_cost: CostModel | None = None,
         float8: bool = False,
+        offload: bool | str = "auto",
+        offload_optimiser: bool = False,
+        host_gib: float | None = None,
+        counts_offload: bool = False,
     ) -> None:
         """Choose the engine of the profile's kind, and drop memory policies that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
             raise SeqloomError(f"a memory budget of {budget_gib} GiB holds nothing; give a number above 0")
         if max_length is not None and max_length < 1:
             raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
+        if host_gib is not None and not 0 < host_gib < math.inf:
+            raise SeqloomError(f"{host_gib} GiB of host memory hold nothing; give a number above 0, or leave it out")
+        if offload not in (True, False, "auto"):
+            raise SeqloomError(f"offload is {offload!r}; give true, false or 'auto'")
         if sharding not in list(Sharding):
             raise unknown_name("sharding", str(sharding), list(Sharding))
         self.cluster, self.model, self.max_length = cluster, model, max_length
@@ -95,10 +113,20 @@ class CostModel:
         _require_tensor(self)
         _require_float8(self)
         self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
+        self._options: dict[str, Any] = {"float8": float8, "offload": offload, "offload_optimiser": offload_optimiser}
+        self._options |= {"host_gib": host_gib, "counts_offload": counts_offload}
+        self.offload, self.offload_optimiser, self.counts_offload = offload, offload_optimiser, counts_offload
+        self.host_bytes = self._host_bytes(host_gib)
         self._submeshes: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
+        self._offloading: CostModel | None = self if counts_offload else None
         sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
         self.shard_group_size = max(sharded, tensor)  # ranks that take part in the same rounds
         self.engine: CostEngine
+        if isinstance(self.profile, AdditiveProfile) and offload_optimiser:
+            raise SeqloomError(
+                f"the optimiser in host memory with profile {self.profile.name}, whose published constants say nothing "
+                "of it; leave the profile out, or the optimiser where it is"
+            )
         if isinstance(self.profile, AdditiveProfile):
             self.engine = AdditiveEngine.build(self.profile, self, sharded, budget_gib)
         else:
@@ -108,16 +136,29 @@ class CostModel:
         if capacity is not None and capacity < self.pad_multiple:
             raise SeqloomError(f"a capacity of {capacity} tokens; give {self.pad_multiple} or more, or leave it out")
         self._token_limit = math.inf if capacity is None else capacity - capacity % self.pad_multiple
-        self._capacity = {policy: self._tokens_that_fit(policy) for policy in self.engine.policies}
+        self._plain_capacity = {policy: self._tokens_that_fit(policy) for policy in self.engine.policies}
+        self._capacity = dict(self._plain_capacity)
+        for policy in self._offloadable if counts_offload else ():
+            if self._plain_capacity[policy] > 0:
+                self._capacity[policy] = max(self._plain_capacity[policy], self._offloaded_tokens(policy))
         self._fitting = tuple(policy for policy, tokens in self._capacity.items() if tokens > 0)
         if not self._fitting and stages == 1 and self.sharding != Sharding.FREE:
             raise _too_small(self)
+        if stages == 1:
+            self._require_host_memory()
         self._routes: dict[tuple[GroupShape, tuple[int, ...]], Route | None] = {}
         self._prices: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], tuple[CostBreakdown, dict[str, float]]] = {}
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
         resident = tuple(policy._replace(resident=True) for policy in self.engine.policies)
         by_checkpoint = {policy.checkpoint: policy for policy in reversed(self._fitting or resident)}
-        useful = [useful_shapes(partial(self.tables, policy=policy)) for policy in by_checkpoint.values()]
+        plain = tuple(shape for shape in self.shapes if not shape.latent and not shape.states)
+        useful = [
+            useful_shapes(partial(self.tables, policy=policy, shapes=shapes))
+            for policy in by_checkpoint.values()
+            for shapes in dict.fromkeys(
+                (plain, self.shapes)
+            )  # latents and states are further choices, and replace none
+        ]
         self.shapes = ordered(shape for shapes in useful for shape in shapes)
 
     def __repr__(self) -> str:
@@ -140,9 +181,41 @@ class CostModel:
                 sizes = [size for size in whole.family.sizes if ranks % size == 0]
                 raise _no_tensor_groups(whole, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
             part = whole.cluster.subcluster(ranks)
-            own = {"tensor": tensor, "cluster_cost": whole, "float8": self.float8}
+            own: dict[str, Any] = {"tensor": tensor, "cluster_cost": whole, **self._options}
             whole._submeshes[key] = CostModel(part, self.model, *self._settings, **own)
         return whole._submeshes[key]
+
+    def with_offload(self) -> CostModel:
+        """The same with capacities that count on activations in host memory. Built once.
+
+        Its prices are the same: copies count only where a round of a plan is offloaded.
+        """
+        whole = self.cluster_cost
+        if whole is not self:
+            return whole.with_offload().for_submesh(self.ranks, self.tensor)
+        if self._offloading is None:
+            own: dict[str, Any] = {"tensor": self.tensor, **self._options, "counts_offload": True}
+            self._offloading = CostModel(self.cluster, self.model, *self._settings, **own)
+        return self._offloading
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether `with_offload` may hold more: activations may go to host memory, and do not count yet.
+
+        A CPU's memory is host memory: nothing is gained there, but it may be tried.
+        """
+        wanted = self.offload is True or (self.offload == "auto" and self.cluster.device.name != "CPU")
+        return wanted and bool(self._offloadable) and not self.counts_offload
+
+    def holding(self, lengths: Sequence[int] | np.ndarray) -> CostModel:
+        """The model whose capacities hold documents of these lengths in one stage: this one, or `with_offload`."""
+        return self.with_offload() if self.may_offload and not self.holds(lengths) else self
+
+    def holds(self, lengths: Sequence[int] | np.ndarray) -> bool:
+        """Whether the largest group holds the longest of these documents, in plans of one stage."""
+        longest = int(self.padded_lengths(np.asarray(lengths)).max(initial=0))
+        most = max((self._capacity[policy] for policy in self._fitting), default=0)
+        return longest <= most * max(shape.degree for shape in self.shapes)
 
     @property
     def links(self) -> Communication:
@@ -165,20 +238,83 @@ class CostModel:
         self._check(policy)
         return self._capacity[policy]
 
+    @property
+    def ways_out(self) -> str:
+        """What would hold longer documents, for messages."""
+        ways = ["raise the memory budget", "use more GPUs"]
+        if self.counts_offload and self.host_bytes is not None:
+            ways.insert(0, "give it more host memory (host_gib)")
+        if self.offload is False and self._offloadable:
+            ways.insert(0, "let activations go to host memory (offload)")
+        return f"{self.optimiser_way_out}{', '.join(ways[:-1])} or {ways[-1]}"
+
+    @property
+    def optimiser_way_out(self) -> str:
+        """Begin of a list of ways to more memory: the optimiser in host memory, where it is not."""
+        if self.offload_optimiser or isinstance(self.profile, AdditiveProfile) or self.cluster.device.name == "CPU":
+            return ""
+        return "keep the optimiser in host memory (optimiser.offload, --offload-optimiser), "
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether an optimiser in host memory is updated by the CPUs: where that takes less time than on the device."""
+        ns = self.engine.offloaded_update_ns(1.0) if isinstance(self.engine, AnalyticEngine) else {}
+        return bool(ns) and ns["host"] < ns["device"]
+
     def limits(self, reduce: Reduce | None = None) -> Limits:
         """Limits of a plan, for one way of reducing gradients (the first policy's by default)."""
         chosen = self.policies[0].reduce if reduce is None else reduce
-        capacity = tuple((p.checkpoint, self._capacity[p]) for p in self.policies if p.reduce == chosen)
-        return Limits(self.ranks, self.node_size, self.model.heads, capacity, self.pad_multiple)
+        policies = [policy for policy in self.policies if policy.reduce == chosen]
+        capacity = tuple((p.checkpoint, self._plain_capacity[p]) for p in policies)
+        own = Limits(self.ranks, self.node_size, self.model.heads, capacity, self.pad_multiple)
+        if not self.counts_offload:
+            return own
+        layers = self.model.layers
+        most = ((p.checkpoint, self._tokens_that_fit(p, layers)) for p in policies if p in self._offloadable)
+        return replace(own, offload_capacity=tuple(most))
 
     def microbatch_capacity(self, tokens: int) -> int:
         """So many tokens of a micro-batch, or the run's own limit, rounded down to the padding."""
         tokens = int(min(tokens, self._token_limit))
         return tokens - tokens % self.pad_multiple
 
-    def _tokens_that_fit(self, policy: MemoryPolicy) -> int:
+    def _tokens_that_fit(self, policy: MemoryPolicy, offloaded_layers: int = 0) -> int:
         free = self.budget_bytes - self.memory.fixed_bytes(policy)
-        return int(min(max(0, free // self.memory.token_bytes(policy)), self._token_limit))
+        return int(min(max(0, free // self.memory.token_bytes(policy, offloaded_layers)), self._token_limit))
+
+    @property
+    def _offloadable(self) -> tuple[MemoryPolicy, ...]:
+        """Policies under which layers may be offloaded. All that a layer saves is more than copies can hide."""
+        if isinstance(self.profile, AdditiveProfile):
+            return ()
+        return tuple(policy for policy in self.engine.policies if policy.checkpoint in OFFLOADED)
+
+    def _offloaded_tokens(self, policy: MemoryPolicy) -> int:
+        """Tokens a rank can hold in one round with as many layers offloaded as is best for that."""
+        every, layers = LayerRange(0, self.model.layers, self.model.layers), self.model.layers
+        if self.host_bytes is None:
+            return self._tokens_that_fit(policy, layers)
+        free = max(0, self.host_bytes - self.memory.host_state_bytes((every,), self.shard_group_size))
+        sizes = [self.memory.host_bytes(every, policy.checkpoint, count) for count in range(1, layers + 1)]
+        return max(min(self._tokens_that_fit(policy, n), int(free // size)) for n, size in enumerate(sizes, 1))
+
+    def _require_host_memory(self) -> None:
+        """Refuse an optimiser that host memory does not hold, in plans of one stage."""
+        every = LayerRange(0, self.model.layers, self.model.layers)
+        need = self.memory.host_state_bytes((every,), self.shard_group_size)
+        if self.host_bytes is not None and need > self.host_bytes:
+            raise MemoryBudgetError(
+                f"the optimiser of {self.model.name} needs {need / GIB:.1f} GiB of host memory per GPU (sharded over "
+                f"{self.shard_group_size} ranks), there are {self.host_bytes / GIB:.1f}; raise host_gib, keep the "
+                "optimiser on the device or use more nodes"
+            )
+
+    def _host_bytes(self, host_gib: float | None) -> int | None:
+        """Host memory of a rank that plans may use; None: not known."""
+        node = self.cluster.host_gib
+        share = None if node is None else DEVICE_SHARE * node / self.cluster.gpus_per_node
+        gib = share if host_gib is None else host_gib
+        return None if gib is None else math.floor(gib * GIB)
 
     # -- documents and groups ---------------------------------------------------
 
@@ -223,6 +359,9 @@ class CostModel:
         for name in rates[0]:
             column = np.array([rate[name] for rate in rates])[:, None]
             parts[name] = np.rint(column * lengths).astype(np.int64)
+        for row, (shape, traffic) in enumerate(places):
+            for name, each in self.engine.document_ns(shape, policy, traffic).items():
+                parts[name][row] += np.where(tokens > 0, round(each), 0)
         attention = self.engine.attention_ns(lengths, [shape for shape, _ in places], policy)
         return parts | {"attention": np.rint(attention).astype(np.int64)}
 
@@ -247,8 +386,8 @@ class CostModel:
         """int64[G] by part: ns that the spans of each of these groups of one shape and traffic add up to.
 
         A piece ``[a, b)`` adds what ``[0, b)`` costs beyond ``[0, a)``, so pieces add up to their document, and what
-        every further piece has of its own: the kernels are called once more, gradients of the prefix are added up, and
-        in a ring its keys and values are shared once more.
+        every further piece has of its own: the kernels are called once more, gradients of the prefix are added up, its
+        convolutions read the tokens before, and in a ring its keys and values are shared once more.
         """
         shape, traffic = place
         edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
@@ -265,6 +404,8 @@ class CostModel:
             rates = self.engine.prefix_token_ns(shape, policy, traffic) if shape.ring > 1 else {}
             further = {name: rate * prefix for name, rate in rates.items()}
             further["attention"] = self.engine.prefix_ns(prefix, shape, policy)
+            for name, each in self.engine.document_ns(shape, policy, traffic).items():
+                further[name] = further.get(name, 0.0) + np.where(prefix > 0, each, 0.0)
             for name, values in further.items():
                 np.add.at(sums[name], owner, np.rint(values).astype(np.int64))
         return sums
@@ -283,7 +424,7 @@ class CostModel:
         """The row of the tables that prices a group, and where its messages go."""
         shape = GroupShape(group.ulysses, group.ring, group.method)
         traffic = group_traffic(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
-        return shape._replace(routed=traffic.proxies > 0), traffic
+        return shape._replace(routed=traffic.proxies > 0, latent=group.latent, states=group.states), traffic
 
     def aligned_traffic(self, shape: GroupShape) -> GroupTraffic:
         """Traffic of the shape on any aligned block of the group family."""
@@ -309,7 +450,8 @@ class CostModel:
     def group(self, shape: GroupShape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
         """A group of this shape on these ranks, as planners put it into a plan."""
         own = tuple(ranks)
-        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
+        route = self.route(shape, own)
+        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, route, shape.latent, shape.states)
 
     # -- rounds, steps and plans ------------------------------------------------
 
@@ -380,19 +522,21 @@ def _no_tensor_groups(cost: CostModel, ranks: int, tensor: int, sizes: Sequence[
     return SeqloomError(f"{where}: {rule}; use {nearest}")
 
 
-def _too_small(cost: CostModel) -> SeqloomError:
+def _too_small(cost: CostModel) -> MemoryBudgetError:
     """The error that says how much memory the model's state needs in plans of one stage."""
     least = min(cost.memory.fixed_bytes(policy) for policy in cost.engine.policies) / GIB
     budget = f"the budget is {cost.budget_bytes / GIB:.1f} GiB"
     if cost.sharding == Sharding.FREE:
-        return SeqloomError(
+        part = "" if cost.offload_optimiser else "a part of the optimiser "
+        return MemoryBudgetError(
             f"{cost.model.name} does not fit in one stage: its parameters and gradients, split over {cost.tensor} "
-            f"tensor ranks, a part of the optimiser and buffers need {least:.1f} GiB per GPU, {budget}; use more "
-            f"stages or a larger tensor degree, take a smaller model, or raise the budget above {least:.1f} GiB"
+            f"tensor ranks, {part}and buffers need {least:.1f} GiB per GPU, {budget}; use more stages or a larger "
+            f"tensor degree, {cost.optimiser_way_out}take a smaller model, or raise the budget above {least:.1f} GiB"
         )
     way = "use more GPUs" if cost.shard_group_size == cost.ranks else "shard wider (sharding full)"
-    return SeqloomError(
-        f"{cost.model.name} does not fit: parameters, gradients, optimiser and buffers need {least:.1f} GiB per GPU "
-        f"(sharded over {cost.shard_group_size} ranks), {budget}; {way}, take a smaller model, "
+    parts = "parameters, gradients" + ("" if cost.offload_optimiser else ", optimiser")
+    return MemoryBudgetError(
+        f"{cost.model.name} does not fit: {parts} and buffers need {least:.1f} GiB per GPU "
+        f"(sharded over {cost.shard_group_size} ranks), {budget}; {way}, {cost.optimiser_way_out}take a smaller model, "
         f"or raise the budget above {least:.1f} GiB"
     )

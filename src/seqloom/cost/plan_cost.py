@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.cost.communication import nic_load, remap_times
+from seqloom.cost.forward_backward import extend_for_offload, forward_and_weight_cuts, forward_shares
 from seqloom.cost.resharding import exposed_reshard_ns, unshard_ns, unshard_times_by_stage
-from seqloom.cost.shapes import COST_COLUMNS, STREAMS, MemoryPolicy
+from seqloom.cost.shapes import COST_COLUMNS, STREAMS, MemoryPolicy, columns
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, LayerRange
 
@@ -35,17 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from seqloom.cost.model import CostModel
-    from seqloom.plan import Plan, StageMicroBatch
+    from seqloom.plan import Pipeline, Plan, StageMicroBatch
 
 ONCE = ("fixed", "gather", "reduce")
 """Parts that a rank has once in a round."""
 BY_LINEAR_LAYOUT = ("linear", "head", "remap")
 """Parts that follow the linear layout where a round has one, not the groups."""
-
-
-def columns(names: Iterable[str]) -> list[int]:
-    """Columns of these parts in a table of costs."""
-    return [COST_COLUMNS.index(name) for name in names]
 
 
 # -- a round --------------------------------------------------------------------
@@ -248,6 +244,29 @@ def _nic_ns(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy, networ
     return taken
 
 
+def component_passes(
+    cost: CostModel, work: StageMicroBatch, layers: LayerRange, times: RoundTimes, component: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(length, forward, weights) int64[components]: ns of a micro-batch on a stage, and where its passes end.
+
+    Forward ends, and the weight half begins, at these shares of 2**-20 of the length, by the rank that works longest.
+    `round_components` tells who waits for whom. What is offloaded is copied to host memory beside the forward, and back
+    beside the backward.
+    """
+    rank, load = times.member_rank, times.rank_ns
+    member = component[rank]
+    slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(component.max() + 1)])
+    shares = forward_shares(work, layers)
+    cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], shares, cost.engine.matmul_share)
+    length = times.component_ns(component)
+    if not work.offload:
+        return length, *cuts
+    tokens, at_work = np.zeros(len(length), dtype=np.int64), np.flatnonzero(component >= 0)
+    np.maximum.at(tokens, component[at_work], tokens_on_ranks(cost, work)[at_work])
+    size = cost.memory.host_bytes(layers, work.checkpoint, work.offloaded_layers)
+    return extend_for_offload(length, *cuts, cost.engine.copy_ns(size * tokens))
+
+
 def tokens_on_ranks(cost: CostModel, work: StageMicroBatch) -> np.ndarray:
     """int64[ranks]: tokens that every rank holds, padded and evenly over the ranks of a group.
 
@@ -344,7 +363,7 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
             work = current.by_stage[0]
             policy = MemoryPolicy(work.checkpoint, plan.reduce, bool(meeting))
             component, joined = round_components(work, shard_group_of, meeting)
-            times = round_times(own, work, policy).component_ns(component)
+            times = _component_ns(own, work, policy, pipeline.layer_ranges[0], component)
             shortest.append(int(times.min()))
             slowest = np.zeros_like(ready)
             slowest[list(chain.from_iterable(joined))] = np.repeat(times, list(map(len, joined)))
@@ -354,6 +373,25 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
             ready[list({shard_group_of[rank] for rank in meeting})] += unshard_ns(cost, pipeline)
     exposed = exposed_reshard_ns(cost, plan.pipelines, overlap_windows)
     return int(ready.max(initial=0)) + step_overhead(plan, cost)[0] + exposed
+
+
+def round_ns(cost: CostModel, plan: Plan, pipeline: Pipeline, work: StageMicroBatch) -> int:
+    """ns of the longest component of a round of a pipeline of one stage; it need not be one of the plan's."""
+    shard_group_of = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
+    meeting = pipeline.stages[0].ranks if unshard_times_by_stage(cost, pipeline) else ()
+    component, _ = round_components(work, shard_group_of, meeting)
+    own, policy = cost.with_tensor(pipeline.stages[0].tensor), MemoryPolicy(work.checkpoint, plan.reduce, bool(meeting))
+    return int(_component_ns(own, work, policy, pipeline.layer_ranges[0], component).max())
+
+
+def _component_ns(
+    cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy, layers: LayerRange, component: np.ndarray
+) -> np.ndarray:
+    """int64[components] ns of a round, with copies that its passes wait for."""
+    times = round_times(cost, work, policy)
+    if not work.offload:
+        return times.component_ns(component)
+    return component_passes(cost, work, layers, times, component)[0]
 
 
 def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:

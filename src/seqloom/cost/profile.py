@@ -14,6 +14,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 from seqloom.errors import SeqloomError, unknown_name
 from seqloom.reader import parse_json, read_list, read_object, read_string, refuse
 
+HOST_GB_S = 20.0
+"""GB/s of a GPU to and from pinned host memory, in one direction, where a profile has no figure of its own: 16 lanes of
+PCIe 4 carry 25 to 28 when nothing else uses them, and the GPUs of a node share its memory."""
+
+
+HOST_MEMORY_GB_S = 200.0
+"""GB/s at which the CPUs of a node stream through its memory, where a profile has no figure of its own: a third of what
+two sockets with eight channels of DDR5 each are specified for."""
+
 
 class Profile:
     """Constants of one kind of GPU and cluster. Two kinds: ``AdditiveProfile`` and ``AnalyticProfile``."""
@@ -154,6 +163,8 @@ class AnalyticProfile(Profile):
     solo_time_ratio: float = 1.0  # a rank's time while all others wait, over its time while all are busy
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
     float8_speedup: float = 1.0  # products of linear layers in float8, scaling included, over bfloat16; 1: no float8
+    host_gb_s: float = HOST_GB_S  # a GPU to and from pinned host memory, in one direction, while all of its node copy
+    host_memory_gb_s: float = HOST_MEMORY_GB_S  # read and written by the CPUs of a node that update optimiser state
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a .json file, which ``Profile.load`` reads back."""

@@ -318,7 +318,7 @@ def microbatch_tokens(cost: CostModel, layers: LayerRange, shares: int, checkpoi
     """Tokens of a micro-batch that a rank of a stage unsharded for every pass can hold, with so many in flight."""
     unsharded = UnshardMemory.of(cost, layers, shares)
     free = cost.budget_bytes - cost.memory.working_bytes(layers) - unsharded.always - unsharded.copies
-    held, forward, backward, *_ = cost.memory.activation_bytes(layers, checkpoint, offload=False)
+    held, forward, backward, *_ = cost.memory.activation_bytes(layers, checkpoint)
     in_forward = free // (in_flight * held + forward)
     in_backward = (free - unsharded.layer) // (in_flight * held + backward)
     at_its_end = (free - unsharded.layer - unsharded.rest) // ((in_flight - 1) * held + backward)

@@ -15,7 +15,7 @@ import numpy as np
 from seqloom.plan import Checkpoint, Method, Reduce
 
 if TYPE_CHECKING:
-    from seqloom.plan import GroupFamily
+    from seqloom.plan import Group, GroupFamily
 
 
 class GroupShape(NamedTuple):
@@ -25,6 +25,13 @@ class GroupShape(NamedTuple):
     ring: int
     method: Method = Method.RING  # how ring ranks share keys and values
     routed: bool = False  # whether keys and values cross nodes through all NICs
+    latent: bool = False  # whether latents travel in the place of keys and values (MLA), and every rank expands them
+    states: bool = False  # whether scans pass states from rank to rank, instead of exchanging tokens for heads
+
+    @classmethod
+    def of(cls, group: Group) -> GroupShape:
+        """The shape of a group."""
+        return cls(group.ulysses, group.ring, group.method, group.route is not None, group.latent, group.states)
 
     @property
     def degree(self) -> int:
@@ -37,6 +44,14 @@ class GroupShape(NamedTuple):
         return self.ring > 1 and self.method == Method.RING
 
     @property
+    def runs_per_rank(self) -> int:
+        """Runs of a document's tokens that a rank holds, at most.
+
+        A ring index has two of them, which an even number of Ulysses ranks share without cutting one.
+        """
+        return 2 if self.ring > 1 and self.ulysses % 2 else 1
+
+    @property
     def kernel_calls(self) -> int:
         """Attention kernel calls per document on the rank that makes most of them.
 
@@ -46,8 +61,8 @@ class GroupShape(NamedTuple):
         return self.ring if self.ring == 1 or self.overlaps_kv else min(self.ring + 1, 4)
 
     def __str__(self) -> str:
-        kind = ("g" if self.method == Method.GATHER else "") + ("r" if self.routed else "")
-        return f"{self.ulysses}x{self.ring}{kind}"
+        kinds = {"g": self.method == Method.GATHER, "r": self.routed, "l": self.latent, "s": self.states}
+        return f"{self.ulysses}x{self.ring}" + "".join(letter for letter, holds in kinds.items() if holds)
 
 
 class MemoryPolicy(NamedTuple):
@@ -109,6 +124,11 @@ COST_COLUMNS = CostBreakdown._fields
 """Columns of a table of costs: row by row a `CostBreakdown`."""
 
 
+def columns(names: Iterable[str]) -> list[int]:
+    """Columns of these parts in a table of costs."""
+    return [COST_COLUMNS.index(name) for name in names]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CostTables:
     """Everything a planner compares, for ``n`` documents, ``S`` shapes, ``L = 3`` streams. int64 ns.
@@ -166,10 +186,14 @@ def _nests(ulysses: int, degree: int, node_size: int) -> bool:
     return degree <= node_size or node_size % ulysses == 0 or ulysses % node_size == 0
 
 
-def with_methods(shapes: Iterable[GroupShape], node_size: int, nics: int) -> tuple[GroupShape, ...]:
+def with_methods(
+    shapes: Iterable[GroupShape], node_size: int, nics: int, latent: bool = False, states: bool = False
+) -> tuple[GroupShape, ...]:
     """Add to plain rings every other way to share keys and values: gathers, and routed ones where they leave a node.
 
-    With one NIC near the GPUs of a node there is nothing to spread a route over.
+    With one NIC near the GPUs of a node there is nothing to spread a route over. Of a model with latents, all of them
+    once more with these, one rank included: there it is what a document in pieces leaves for later ones. Of a model
+    whose scans can pass states, those of several ranks once more so.
     """
     every = []
     for plain in shapes:
@@ -178,7 +202,8 @@ def with_methods(shapes: Iterable[GroupShape], node_size: int, nics: int) -> tup
             every.append(plain._replace(method=Method.GATHER))
             if plain.degree > node_size and nics > 1:
                 every += [plain._replace(method=method, routed=True) for method in Method]
-    return tuple(every)
+    every += [shape._replace(latent=True) for shape in every if latent]
+    return (*every, *(shape._replace(states=True) for shape in every if states and shape.degree > 1))
 
 
 def useful_shapes(tables: Callable[[np.ndarray], CostTables]) -> tuple[GroupShape, ...]:
@@ -220,6 +245,9 @@ def _cover(times: np.ndarray) -> list[int]:
 
 
 def ordered(shapes: Iterable[GroupShape]) -> tuple[GroupShape, ...]:
-    """Sort shapes, each once: degree ascending, Ulysses descending, rings before gathers, direct before routed."""
-    gather = Method.GATHER
-    return tuple(sorted(set(shapes), key=lambda s: (s.degree, -s.ulysses, s.method == gather, s.routed)))
+    """Sort shapes, each once: degree ascending, Ulysses descending, then rings, direct ones, no latents, no states."""
+
+    def key(shape: GroupShape) -> tuple[int | bool, ...]:
+        return shape.degree, -shape.ulysses, shape.method == Method.GATHER, *shape[3:]
+
+    return tuple(sorted(set(shapes), key=key))

@@ -76,8 +76,12 @@ class Cluster:
     nics_per_node: int
     nic_of_gpu: tuple[int, ...]
     """For each GPU of a node, the NIC that is near it: int[gpus_per_node]."""
+    host_gib: float | None = None
+    """Host memory of a node, GiB; None: not known."""
 
     def __post_init__(self) -> None:
+        if self.host_gib is not None:
+            _positive(f"cluster {self.name}", self, "host_gib")
         for size in ("nodes", "gpus_per_node", "nics_per_node"):
             if not isinstance(getattr(self, size), int):
                 raise SeqloomError(f"cluster {self.name}: {size} = {getattr(self, size)!r}; it must be a whole number")
@@ -159,6 +163,7 @@ class Cluster:
             gpus_per_node=gpus,
             nics_per_node=len(nics),
             nic_of_gpu=tuple(nics[nic] for nic in self.nic_of_gpu[:gpus]),
+            host_gib=None if self.host_gib is None else self.host_gib * gpus / size,
         )
 
     @property

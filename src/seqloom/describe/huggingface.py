@@ -29,6 +29,8 @@ class Family:
     """Which layers a ``sliding_window`` applies to when ``layer_types`` is absent: none, all, upper (from
     ``max_window_layers`` up, if ``use_sliding_window``), alternate (every ``sliding_window_pattern``-th is
     full)."""
+    latent: bool = False
+    """Latent attention (MLA)."""
     defaults: Config = field(default_factory=dict)
     """Values of keys that published configs leave out."""
 
@@ -43,6 +45,8 @@ _GEMMA3: Config = {
 }
 
 _QWEN: Config = {"sliding_window": 4096, "max_window_layers": 28}
+_LATENT: dict[str, int] = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+_DEEPSEEK3: dict[str, int] = _LATENT | {"v_head_dim": 128, "n_shared_experts": 1, "first_k_dense_replace": 3}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
@@ -66,6 +70,13 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": Family(),
     "starcoder2": Family(gated=False, tied=True, window="all"),
     "deepseek": Family(),
+    "deepseek_v2": Family(latent=True, defaults=_LATENT | {"v_head_dim": 128}),
+    "deepseek_v3": Family(latent=True, defaults=_DEEPSEEK3),
+    "kimi_k2": Family(latent=True, defaults=_DEEPSEEK3),
+    "axk1": Family(latent=True, defaults=_DEEPSEEK3 | {"first_k_dense_replace": 1}),
+    "glm4_moe_lite": Family(latent=True, defaults=_DEEPSEEK3 | {"first_k_dense_replace": 1}),
+    "youtu": Family(latent=True, tied=True, defaults=_LATENT | {"v_head_dim": 128}),
+    "minicpm3": Family(latent=True, tied=True, defaults=_LATENT),
     "glm4_moe": Family(),
     "gpt2": Family(gated=False, tied=True, learned_positions=True, defaults={"n_positions": 1024}),
     "gpt_neox": Family(gated=False),
@@ -86,8 +97,10 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Our field -> the keys that configs use for it."""
 
+LATENT = "kv_lora_rank"
+"""The key of latent attention."""
 _REFUSED: Mapping[str, str] = {
-    "kv_lora_rank": "latent attention (MLA), whose keys and values are not per head,",
+    LATENT: "latent attention (MLA), whose keys and values are not per head,",
     "ssm_cfg": "state-space layers",
     "state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
@@ -111,17 +124,16 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
     family = _family(config)
     merged = {**family.defaults, **config}  # an explicit null overrides a default
     config = {key: value for key, value in merged.items() if value is not None}
-    _refuse(config)
+    _refuse(config, latent=family.latent)
     layers, hidden, heads = (_number(config, key, least=1) for key in ("layers", "hidden", "heads"))
-    if "head_dim" not in config and hidden % heads:
+    if "head_dim" not in config and hidden % heads and not family.latent:
         raise SeqloomError(f"hidden size {hidden} is not a multiple of {heads} heads; add head_dim to the config")
+    by_head = _latent_heads(config, heads, hidden) if family.latent else _plain_heads(config, heads, hidden)
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or config["model_type"]),
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_number(config, "kv_heads", heads),
-        head_dim=_number(config, "head_dim", hidden // heads),
         ffn=_number(config, "ffn", 4 * hidden if config["model_type"] == "gpt2" else None),
         gated=family.gated,
         vocabulary=_number(config, "vocabulary"),
@@ -129,6 +141,7 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
         windows=_windows(config, family, layers),
         causal=config.get("is_causal") is not False,
         learned_positions=family.learned_positions,
+        **by_head,
         **_experts(config, layers),
     )
 
@@ -158,11 +171,11 @@ def _family(config: Config) -> Family:
     return FAMILIES[kind]
 
 
-def _refuse(config: Config) -> None:
+def _refuse(config: Config, *, latent: bool = False) -> None:
     """Raise for what a ModelSpec cannot describe: a wrong cost is worse than none."""
     kind = config.get("model_type")
     for key, what in _REFUSED.items():
-        if config.get(key):
+        if config.get(key) and not (latent and key == LATENT):
             raise SeqloomError(f"model_type {kind!r} with {key} = {config[key]!r}: {what} is not supported; {WAY_OUT}")
     if config.get("is_encoder_decoder"):
         raise SeqloomError(f"model_type {kind!r} is an encoder-decoder, which is not supported; {WAY_OUT}")
@@ -178,6 +191,29 @@ def _number(config: Config, name: str, default: int | None = None, *, least: int
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SeqloomError(f"{key} = {value!r}; it must be a whole number from {least} up")
     return value
+
+
+def _plain_heads(config: Config, heads: int, hidden: int) -> dict[str, Any]:
+    """Return the fields of attention by heads."""
+    return {
+        "kv_heads": _number(config, "kv_heads", heads),
+        "head_dim": _number(config, "head_dim", hidden // heads),
+    }
+
+
+def _latent_heads(config: Config, heads: int, hidden: int) -> dict[str, Any]:
+    """Return the fields of latent attention; a key has a part that is rotated, and one that is not."""
+    values = _number(config, "v_head_dim", hidden // heads, least=1)
+    rotated = _number(config, "qk_rope_head_dim", least=1)
+    head_dim = max(values, rotated + _number(config, "qk_nope_head_dim", least=1))
+    return {
+        "kv_heads": heads,
+        "head_dim": head_dim,
+        "latent": _number(config, LATENT, least=1),
+        "rotated": rotated,
+        "value_dim": values,
+        "query_latent": _number(config, "q_lora_rank", 0),
+    }
 
 
 def _windows(config: Config, family: Family, layers: int) -> tuple[int | None, ...]:
@@ -225,7 +261,9 @@ def _experts(config: Config, layers: int) -> dict[str, Any]:
 
 
 def _sparse_layers(config: Config, layers: int) -> tuple[int, ...]:
-    """Return the layers with experts, by the rules of Qwen (every so many) and of DeepSeek (from some layer up)."""
+    """Return the layers with experts: as listed, or by the rules of Qwen (every so many) and DeepSeek (from one up)."""
+    if config.get("mlp_layer_types") is not None:
+        return tuple(layer for layer, kind in enumerate(config["mlp_layer_types"]) if kind == "sparse")
     step = _number(config, "decoder_sparse_step", 1, least=1)
     frequency = _number(config, "moe_layer_freq", 1, least=1)
     first = _number(config, "first_k_dense_replace", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ class ModelSpec:
     ``expert_ffn``, of which a token takes ``active_experts``, beside one of width ``shared_ffn`` for all. In
     ``mixer_layers`` a mixer scans the tokens (linear attention, state space, short convolution), beside attention or in
     its place.
+
+    With ``latent`` (latent attention, MLA: DeepSeek) a token has one latent, from which keys and values of all heads
+    are made by a product, and one rotated key, which all heads share: ``rotated`` of the ``head_dim`` of a key.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
@@ -59,6 +63,31 @@ class ModelSpec:
     """Values of a token that go into the convolution and the scan of a mixer and come out."""
     mixer_exchange: int = 0
     """Those of the scan, which a group's ranks exchange for heads; 0: there is a convolution alone."""
+    head_shapes: tuple[tuple[int, int], ...] = ()
+    """For each layer, how many key/value heads it has and how wide its heads are, where layers differ. () is
+    ``kv_heads`` of ``head_dim`` in all of them, by which exchanges of keys and values are priced in any case."""
+    other_tables: int = 0
+    """Parameters of tables that tokens are looked up in beside the embedding, such as inputs of single layers."""
+    mixer_heads: int = 0
+    """Heads of the scan; 0: any number of ranks share it evenly."""
+    mixer_flops: int = 0
+    """Operations of the convolution and the scan on a token, forward."""
+    mixer_halo: int = 0
+    """Values of the tokens before a run of tokens that its convolution reads."""
+    mixer_state: int = 0
+    """Values that say what a run of tokens makes of the state before it; 0: states do not go from rank to rank."""
+    mixer_run_flops: int = 0
+    """Operations of the convolution and the scan on a token, forward, where these values are found too."""
+    mixer_join_flops: int = 0
+    """Operations of taking the state before a run to the one after it."""
+    latent: int = 0
+    """Width of the latent of keys and values; 0: they are made from the hidden state."""
+    rotated: int = 0
+    """Width of the rotated key that stands beside a latent."""
+    value_dim: int = 0
+    """Width of a value head made from a latent, at most ``head_dim``."""
+    query_latent: int = 0
+    """Width of the latent of queries; 0: they are made from the hidden state."""
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -78,8 +107,18 @@ class ModelSpec:
         legal = not chunks or (len(chunks) == self.layers and all(chunk is None or chunk >= 1 for chunk in chunks))
         rule = f"is empty, or holds None or at least 1 token for all {self.layers} layers"
         self._require(legal, "attention_chunks", rule)
+        self._check_heads()
         self._check_experts()
         self._check_mixers()
+        self._check_latents()
+
+    def _check_heads(self) -> None:
+        complete = len(self.head_shapes) in (0, self.layers)
+        self._require(complete, "head_shapes", f"is empty, or needs one entry for each of {self.layers} layers")
+        legal = all(kv_heads >= 1 and dim >= 1 and self.heads % kv_heads == 0 for kv_heads, dim in self.head_shapes)
+        rule = f"holds kv heads that divide the {self.heads} query heads, and widths of at least 1"
+        self._require(legal, "head_shapes", rule)
+        self._require(self.other_tables >= 0, "other_tables", "must be 0 or more")
 
     def _check_experts(self) -> None:
         if not self.experts:
@@ -101,8 +140,22 @@ class ModelSpec:
             self._require((getattr(self, name) >= 1) == bool(self.mixer_layers), name, rule)
         within = 0 <= self.mixer_exchange <= self.mixer_values
         self._require(within, "mixer_exchange", f"must be 0 to {self.mixer_values}, as `mixer_values` says")
+        for name in ("mixer_heads", "mixer_flops", "mixer_halo", "mixer_state", "mixer_run_flops", "mixer_join_flops"):
+            known = getattr(self, name) >= 0 and (bool(self.mixer_layers) or not getattr(self, name))
+            self._require(known, name, "must be 0 or more, and is 0 without `mixer_layers`")
         self._require(self.attention_layers >= 1, "windows", "needs a layer with attention")
         self._require(0 not in self.windows or bool(self.mixer_layers), "windows", "holds 0 only beside mixers")
+
+    def _check_latents(self) -> None:
+        if not self.latent:
+            for name in ("rotated", "value_dim", "query_latent"):
+                self._require(not getattr(self, name), name, "needs latent attention: set `latent`, or leave it out")
+            return
+        self._require(self.latent >= 1, "latent", "must be at least 1, or 0 without latent attention")
+        self._require(self.kv_heads == self.heads, "kv_heads", f"must be {self.heads} with `latent`: as many as heads")
+        self._require(0 <= self.rotated < self.head_dim, "rotated", f"must be 0 to {self.head_dim - 1}, part of a key")
+        self._require(1 <= self.value_dim <= self.head_dim, "value_dim", f"must be 1 to {self.head_dim} with `latent`")
+        self._require(self.query_latent >= 0, "query_latent", "must be 0 or more")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
@@ -136,10 +189,30 @@ class ModelSpec:
         """Window and attention chunk of every layer."""
         return tuple(zip(self.windows, self.attention_chunks or (None,) * self.layers, strict=True))
 
+    def head_shape(self, layer: int) -> tuple[int, int]:
+        """Key/value heads of a layer, and the width of its heads."""
+        return self.head_shapes[layer] if self.head_shapes else (self.kv_heads, self.head_dim)
+
+    def attention_parameters(self, layer: int) -> int:
+        """Weights of a layer's attention projections; 0: it does not attend."""
+        if self.windows[layer] == 0:
+            return 0
+        if not self.latent:
+            kv_heads, dim = self.head_shape(layer)
+            return 2 * self.hidden * dim * (self.heads + kv_heads)
+        query, made_from = self.heads * self.head_dim, self.query_latent or self.hidden
+        down = self.hidden * (self.query_latent + self.latent + self.rotated)
+        return down + made_from * query + self.expansion_parameters + self.heads * self.value_dim * self.hidden
+
     @property
-    def attention_parameters(self) -> int:
-        """Weights of one layer's four attention projections."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+    def expansion_parameters(self) -> int:
+        """Weights by which a latent is multiplied to keys and values of all heads; 0 without latents."""
+        return self.latent * self.heads * (self.head_dim - self.rotated + self.value_dim)
+
+    @property
+    def latent_values(self) -> int:
+        """Values of a token that are enough to make its keys and values of all heads: latent and rotated key."""
+        return self.latent + self.rotated
 
     @property
     def attention_layers(self) -> int:
@@ -150,36 +223,43 @@ class ModelSpec:
     def tensor_degrees(self) -> tuple[int, ...]:
         """Legal tensor-parallel degrees, ascending: they divide query heads, key/value heads and the feed-forward.
 
-        Experts and mixers are not cut: a model that has some knows degree 1 only.
+        Experts, mixers and latents are not cut: a model that has some knows degree 1 only.
         """
-        if self.experts or self.mixer_layers:
+        if self._uncut:
             return (1,)
-        return tuple(t for t in range(1, self.kv_heads + 1) if self.kv_heads % t == 0 and self.ffn % t == 0)
+        shared = math.gcd(self.ffn, *(self.head_shape(layer)[0] for layer in range(self.layers)))
+        return tuple(t for t in range(1, shared + 1) if shared % t == 0)
 
     def check_tensor(self, degree: int) -> None:
         """Refuse a tensor degree that heads, widths or experts do not allow."""
-        divides = degree >= 1 and self.kv_heads % degree == 0 and self.ffn % degree == 0
-        if degree == 1 or (divides and not self.experts and not self.mixer_layers):
-            return
         legal = self.tensor_degrees
+        if degree in legal:
+            return
         nearest = min(legal, key=lambda t: (abs(t - degree), t))
         rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and a feed-forward of {self.ffn}"
-        why = "experts are not cut" if self.experts else "mixers are not cut" if self.mixer_layers else rule
+        why = f"{self._uncut} are not cut" if self._uncut else rule
         raise SeqloomError(f"model {self.name}: tensor degree {degree}; {why}; use {nearest}")
+
+    @property
+    def _uncut(self) -> str:
+        """What a layer has that tensor ranks do not share."""
+        kinds = {"experts": self.experts, "mixers": self.mixer_layers, "latents": self.latent}
+        return next((name for name, present in kinds.items() if present), "")
 
     def layer_parameters(self, layer: int, tensor: int = 1) -> int:
         """Parameters of layer ``layer``, all experts included; of each rank where ``tensor`` ranks share it.
 
         Matrices are cut, norms and biases are whole on every rank.
         """
-        mixing = self.attention_parameters if self.windows[layer] != 0 else 0
+        mixing = self.attention_parameters(layer)
         mixing += self.mixer_parameters if layer in self.mixer_layers else 0
         return (mixing + self._feed_forward(layer in self.moe_layers, self.experts)) // tensor + self._vectors
 
     @property
     def mixing_parameters(self) -> int:
         """Weights of attention and mixers, all layers."""
-        return self.attention_layers * self.attention_parameters + len(self.mixer_layers) * self.mixer_parameters
+        attention = sum(self.attention_parameters(layer) for layer in range(self.layers))
+        return attention + len(self.mixer_layers) * self.mixer_parameters
 
     def _feed_forward(self, sparse: bool, experts: int) -> int:
         matrices = 3 if self.gated else 2
@@ -224,11 +304,11 @@ class ModelSpec:
         return self._all_layers(self.active_experts) - self.layers * self._vectors + self.head_parameters
 
     def _outside(self, context: int) -> int:
-        """Embedding, head, final norm and position table."""
+        """Embedding and other tables, head, final norm and position table."""
         matrices = 1 if self.tied else 2
         final_norm = (2 if self.learned_positions else 1) * self.hidden
         positions = context * self.hidden if self.learned_positions else 0
-        return matrices * self.vocabulary * self.hidden + final_norm + positions
+        return matrices * self.vocabulary * self.hidden + self.other_tables + final_norm + positions
 
 
 def _built(name: str, entry: dict[str, Any]) -> ModelSpec:

@@ -97,6 +97,8 @@ class Context:
         layers: first layer of the stage, and the one behind its last; None: not known.
         saved_attention: results of attention that selective checkpointing keeps (`attention.api.SavedAttention`);
             None: nothing is kept. Set on a copy of the context, for one layer.
+        offload: takes what layers save to host memory (`models.offload.Offload`); None: it stays. Set on a copy of the
+            context, for the forward of a microbatch.
     """
 
     __slots__ = (
@@ -110,6 +112,7 @@ class Context:
         "layers",
         "mlp_redistribute",
         "node_size",
+        "offload",
         "pieces",
         "positions",
         "saved_attention",
@@ -161,6 +164,7 @@ class Context:
         self.attention_redistribute = redistribute if remaps_attention else None
         self.mlp_redistribute = None if redistribute is None or remaps_attention else redistribute.reversed()
         self.saved_attention: object | None = None
+        self.offload: object | None = None
         self._cache: dict[Hashable, object] = {}
 
     @property
@@ -183,12 +187,22 @@ class Context:
         work = self.work
         if not work.lighter_layers or work.checkpoint.lighter is None:
             return work.checkpoint
+        _, stop = self._stage_layers(f"the last {work.lighter_layers} layers of a stage recompute less")
+        return work.checkpoint.lighter if layer >= stop - work.lighter_layers else work.checkpoint
+
+    def offloads(self, layer: int) -> bool:
+        """Return whether a layer of the model stores its activations in host memory."""
+        if self.offload is None:
+            return False
+        first, _ = self._stage_layers(f"the first {self.work.offloaded_layers} layers of a stage are offloaded")
+        return layer < first + self.work.offloaded_layers
+
+    def _stage_layers(self, what: str) -> tuple[int, int]:
         if self.layers is None:
             raise SeqloomError(
-                f"the last {work.lighter_layers} layers of a stage recompute less in this round, and the context does "
-                "not know which these are; bind it with layers=stage.layers"
+                f"{what} in this round, and the context does not know which these are; bind it with layers=stage.layers"
             )
-        return work.checkpoint.lighter if layer >= self.layers[1] - work.lighter_layers else work.checkpoint
+        return self.layers
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return what was built for `key` before, or build it now. The key must name all the value depends on."""

@@ -1,37 +1,35 @@
 """Runs a step on one rank: its row of the plan's actions (forward, backward, messages, reduction).
 
     rank_plan = bind_plan(plan, transport, device=device)
-    result = run_step(rank_plan, parameters, rows, valid)    # gradients are in parameters.master_weights()
+    result = run_step(rank_plan, parameters, rows, valid)    # gradients are in parameters.device_shards()
 
 The loss of a step is the sum of all token losses over the valid tokens of the whole step. So every round's sum is
 divided by the same number, and neither the loss nor a gradient depends on the plan. To this comes the loss of routers,
 for which a step is run forward once before, to count where they send tokens (`models.router_loss`).
 
 Between the forward and the backward of a microbatch `MicrobatchState` keeps the stage's input and the graph, but not
-the output: its edge in the graph is enough to start the backward. A recomputed stage keeps the input only. `Offload`
-holds the tensors that autograd saved in host memory meanwhile: it copies them there after the forward, on a stream of
-its own, which frees their device memory when the copies are done, and back before the backward. Parameters stay.
+the output: its edge in the graph is enough to start the backward. A recomputed stage keeps the input only. What is
+offloaded is in host memory meanwhile: see `models.offload`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from seqloom.dist import Context
-from seqloom.dist.streams import stream_of
 from seqloom.engine.rank_actions import RankPlan
 from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import valid_tokens
+from seqloom.models.offload import HostCopies, Offload
 from seqloom.models.router_loss import RouterLoss
 from seqloom.params.interface import Parameters, scale_gradients
 from seqloom.plan import Action, ActionKind, Checkpoint, Sharding
@@ -43,8 +41,6 @@ W = ActionKind.W
 UNSHARD, REDUCE, RESHARD = ActionKind.UNSHARD, ActionKind.REDUCE, ActionKind.RESHARD
 EVALUATION_KINDS = (UNSHARD, F, SEND_F, RECV_F, RESHARD)
 MESSAGES, ROWS = "messages", "rows"
-MIN_ELEMENTS = 1024
-"""Smaller tensors are not worth a copy to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +173,7 @@ class _Run:
         )
         self._states: dict[tuple[int, int | None], MicrobatchState] = {}
         self._totals = torch.zeros(2, dtype=torch.float64, device=rank_plan.device)  # sum of losses, valid labels
-        self._offload_stream = stream_of(rank_plan.device, "offload")
+        self._host_copies = HostCopies(rank_plan.device)
         if rank_plan.kv_cache is not None:
             rank_plan.kv_cache.clear()  # an earlier step may have failed
             rank_plan.kv_cache.backward = training
@@ -274,17 +270,19 @@ class _Run:
     def _forward(self, action: Action) -> None:
         microbatch = self._rank_plan.microbatch(action)
         layers, context, parameters = microbatch.layers, microbatch.context, self._parameters
-        offloads = microbatch.offload and self._training
+        offload = Offload(self._host_copies) if microbatch.offload and self._training else None
         assert context is not None  # actions of skipped rounds are left out
         ids, labels = self._read(context, microbatch.round) if layers.has_embedding or layers.has_head else (None, None)
         inputs = ids if layers.has_embedding else self._receive(Action(action.stage, RECV_F, action.round))
         assert inputs is not None
+        recompute = microbatch.checkpoint == Checkpoint.STAGE
+        if offload is None:
+            self._host_copies.release()
+        elif not recompute:
+            context = offload.context(context)
         with self._timer.measure(F.value):
             state = MicrobatchState(
-                lambda x: parameters.forward(layers, x, labels, context),
-                inputs,
-                recompute=microbatch.checkpoint == Checkpoint.STAGE,
-                offload=Offload(parameters.compute_weights(), self._offload_stream) if offloads else None,
+                lambda x: parameters.forward(layers, x, labels, context), inputs, recompute=recompute, offload=offload
             )
             output = state.forward()
             if layers.has_head and labels is not None:
@@ -301,6 +299,7 @@ class _Run:
         gradient = None if layers.has_head else self._receive(Action(action.stage, RECV_B, action.round))
         with self._timer.measure(action.kind.value):
             edge = state.backward_edge()
+            self._host_copies.release()
             with weights.deferred((action.stage, action.round)) if action.kind == I else nullcontext():
                 if edge is not None:
                     scale = torch.full((), 1 / self._valid, dtype=state.dtype, device=self._rank_plan.device)
@@ -341,13 +340,12 @@ class MicrobatchState:
             stage_forward: from token ids or hidden states to hidden states or a loss; called again if `recompute`.
             inputs: token ids, or hidden states that are in no graph.
             recompute: keep the input only, and run forward again before the backward.
-            offload: moves what is kept to host memory; None: it stays.
+            offload: takes the input of a recomputed stage, and what layers save, to host memory; None: they stay.
         """
         self._stage_forward, self._inputs, self._recompute, self._offload = stage_forward, inputs, recompute, offload
         self.dtype = inputs.dtype  # of the output, once there is a graph
-        self._device = inputs.device
         self._edge: GradientEdge | None = None
-        self._offloaded_input: int | None = None
+        self._offloaded_input: Any = None
 
     def forward(self) -> torch.Tensor:
         """Run the stage and return its output, detached."""
@@ -364,7 +362,7 @@ class MicrobatchState:
         """Fetch or recompute what the backward needs; return where it starts, None if nothing needs a gradient."""
         offload, self._offload = self._offload, None
         if offload is not None:
-            offload.fetch(self._device)
+            offload.begin_backward()
             if self._offloaded_input is not None:
                 self._inputs = offload.get(self._offloaded_input)
         if self._recompute:
@@ -379,86 +377,10 @@ class MicrobatchState:
     def _forward_with_graph(self) -> torch.Tensor:
         if self._inputs.is_floating_point():
             self._inputs.requires_grad_()
-        with nullcontext() if self._offload is None else self._offload.saving():
-            output = self._stage_forward(self._inputs)
+        output = self._stage_forward(self._inputs)
         self.dtype = output.dtype
         self._edge = get_gradient_edge(output) if output.requires_grad else None
         return output.detach()
-
-
-class Offload:
-    """The saved tensors of one microbatch, in host memory between forward and backward."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor], stream: torch.cuda.Stream | None = None) -> None:
-        """Start empty.
-
-        Args:
-            parameters: tensors that share memory with one of these are not moved.
-            stream: for the copies; None: the current one.
-        """
-        self._resident = set(map(_storage_address, parameters))
-        self._stream = stream
-        self._tensors: list[torch.Tensor] = []
-        self._index: dict[tuple[object, ...], int] = {}
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Collect what autograd saves in the block, and copy it to the host at the end."""
-        with saved_tensors_hooks(self._pack, self._unpack):
-            yield
-        self._index.clear()
-        self._tensors = self._to_host(self._tensors)
-
-    def put(self, tensor: torch.Tensor) -> int:
-        """Copy one more tensor, which is in no graph, to the host; return its index."""
-        self._tensors += self._to_host([tensor.detach()])
-        return len(self._tensors) - 1
-
-    def get(self, index: int) -> torch.Tensor:
-        """Return a tensor."""
-        return self._tensors[index]
-
-    def fetch(self, device: torch.device) -> None:
-        """Copy everything back to the device, in the order of the current stream."""
-        if device.type == "cuda":
-            self._tensors = self._copies(self._tensors, device)
-            torch.cuda.current_stream().wait_stream(self._stream or torch.cuda.current_stream())
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | int:
-        origin = tensor if tensor._base is None else tensor._base
-        if (
-            tensor.numel() < MIN_ELEMENTS
-            or isinstance(origin, nn.Parameter)
-            or _storage_address(tensor) in self._resident
-        ):
-            return tensor
-        # Several nodes may save one tensor. All are alive until the forward ends, so an address identifies it.
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if key not in self._index:
-            self._index[key] = len(self._tensors)
-            self._tensors.append(tensor)
-        return self._index[key]
-
-    def _unpack(self, packed: torch.Tensor | int) -> torch.Tensor:
-        return self._tensors[packed] if isinstance(packed, int) else packed
-
-    def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self._copies(tensors, torch.device("cpu")) if any(each.is_cuda for each in tensors) else tensors
-
-    def _copies(self, tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """Copy tensors from a GPU to pinned memory, or back, behind what the current stream was given so far."""
-        stream, to_host = self._stream or torch.cuda.current_stream(), device.type == "cpu"
-        copies = [torch.empty_like(each, device=device, pin_memory=to_host) for each in tensors]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for source, target in zip(tensors, copies, strict=True):
-                target.copy_(source, non_blocking=True)
-                (source if to_host else target).record_stream(stream)  # not reused before the copy is done
-        return copies
-
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class Timer:

@@ -28,7 +28,7 @@ class RankMicroBatch:
         round: index in the pipeline.
         checkpoint: which activations are recomputed.
         context: for the model; None where this rank's shard group takes no part.
-        offload: whether saved activations lie in host memory.
+        offload: whether activations of some layers are in host memory.
         from_previous, to_next: rows received from the previous stage and sent to the next one; None: they stay on this
             rank, or there is no such stage.
     """

@@ -11,7 +11,7 @@ All else (norms, routers, token embedding, head) is replicated on every rank of 
 Deferred initialisation: a model may be built with its parameters on "meta" and a reader of their values. They are read
 one parameter at a time, when parameters are cut into shards, so no rank ever has the whole model:
 
-    a file, or a generator   --read-->   one parameter, or some rows of it, on the device   --shard-->   this rank's rows
+    a file, or a generator   --read-->   one parameter, or rows of it, on the device   --shard-->   this rank's rows
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ class ModelAdapter:
         The context keeps the result; layers compute in `dtype`.
         """
         degree, inner = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
-        for heads, kv_heads, dim, window, scale, softcap, chunk, causal in self.attention_specs:
+        for heads, kv_heads, dim, window, scale, softcap, chunk, causal, latent in self.attention_specs:
             mask = {"causal": causal, "window": window, "attention_chunk": chunk}
             sizes = (heads // degree, kv_heads // degree, dim, dtype)
-            prepare_attention(inner, *sizes, **mask, scale=scale, softcap=softcap)
+            prepare_attention(inner, *sizes, **mask, scale=scale, softcap=softcap, latent=latent)
 
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a range of layers; with the last layer also the final norm.

@@ -32,7 +32,7 @@ from torch.library import custom_op
 from seqloom.attention.api import Groups, attention_backward, attention_forward, last_contiguous
 from seqloom.attention.context_parallel.kv_cache import PrefixAttention
 from seqloom.attention.kernels.interface import Saved
-from seqloom.attention.plan import AttentionOptions, plan_attention
+from seqloom.attention.plan import AttentionOptions, has_latents, plan_attention
 from seqloom.compat import inductor_options, mark_dynamic
 from seqloom.dist import Context
 from seqloom.dist.rank_tokens import TokenRedistribute
@@ -92,10 +92,14 @@ def _run_compiled(
 
 
 def _graph_input(argument: Any, call: LayerCall) -> Any:
-    """Return an argument as the graph takes it: the context as an opaque handle, token axes marked dynamic."""
+    """Return an argument as the graph takes it: the context as an opaque handle, token axes marked dynamic.
+
+    Where latents travel the handle is there twice, by which a layer has another graph for such rounds.
+    """
     tokens = call.context.tokens
     if isinstance(argument, Context):
-        return opaque_handle(call)
+        handle = opaque_handle(call)
+        return handle.expand(2) if has_latents(call.context) else handle
     if isinstance(argument, tuple):
         return tuple(_graph_input(each, call) for each in argument)
     if isinstance(argument, torch.Tensor) and tokens > 1 and tokens in argument.shape:
@@ -139,7 +143,7 @@ def opaque_handle(value: object) -> torch.Tensor:
 
 def handle_object(handle: torch.Tensor) -> Any:
     """Return the object that a handle stands for."""
-    return _handles[int(handle)].value
+    return _handles[int(handle[0])].value
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------

@@ -73,6 +73,11 @@ def use_float8(layers: Iterable[nn.Module], *, narrowest: int = NARROWEST) -> in
     return len(chosen)
 
 
+def keep_dtype(layer: nn.Module) -> None:
+    """Leave a linear layer as it is when others are made to multiply in float8."""
+    layer.keeps_dtype = True  # pyrefly: ignore[bad-argument-type]
+
+
 def linear_products(layer: nn.Module) -> LinearProducts:
     """Return how a linear layer multiplies."""
     return FLOAT8 if getattr(layer, "float8", False) else PLAIN
@@ -90,7 +95,8 @@ def check_float8(device: torch.device) -> None:
 
 def _fits(module: nn.Linear, narrowest: int) -> bool:
     widths = module.in_features, module.out_features
-    return min(widths) >= narrowest and not any(width % MULTIPLE for width in widths)
+    fits = min(widths) >= narrowest and not any(width % MULTIPLE for width in widths)
+    return fits and not getattr(module, "keeps_dtype", False)
 
 
 def _float8_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,12 @@
 `LayerWrapper` replaces the `forward` of a layer, on the instance: the layer keeps its class, its parameters and their
 names. Whatever order behaviours are added in, they run in this one, outermost first:
 
-    1. recompute   activation checkpointing, as the context of the call says      `recompute_layers`
-    2. scopes      what the context says to parts of the layer: whose tokens      `models.dropout.plan_dropout`
+    1. offload     what is saved goes to host memory until the backward           `models.offload`
+    2. recompute   activation checkpointing, as the context of the call says      `recompute_layers`
+    3. scopes      what the context says to parts of the layer: whose tokens      `models.dropout.plan_dropout`
                    drop what, which experts are this rank's                       `models.experts.divide_experts`
-    3. compile     the body as one graph for all layers of a class                `models.compile.compile_layers`
-    4. hooks       on parts of the layer, for one call: tensor parallelism,       `integrations.transformers`
+    4. compile     the body as one graph for all layers of a class                `models.compile.compile_layers`
+    5. hooks       on parts of the layer, for one call: tensor parallelism,       `integrations.transformers`
                    redistribution around the MLP, router losses
 
 Which activations a layer drops until its backward; the last layers of a stage may drop less (`lighter_layers`):
@@ -24,7 +25,7 @@ they are exchanged once more, which is what plans are priced with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from seqloom.attention.api import SavedAttention
 from seqloom.dist import Context
 from seqloom.errors import SeqloomError
+from seqloom.models.offload import Offload, OffloadedLayer
 from seqloom.plan import Checkpoint
 
 T = TypeVar("T")
@@ -81,7 +83,22 @@ class LayerWrapper:
 def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapper = cast("LayerWrapper", layer.layer_wrapper)
     body = partial(_wrapped_body, layer, wrapper)
-    return body(*args, **kwargs) if wrapper.layer is None else run_checkpointed(body, args, kwargs, wrapper.layer)
+    if wrapper.layer is None:
+        return body(*args, **kwargs)
+    context = context_among(args, kwargs)
+    if not torch.is_grad_enabled() or not context.offloads(wrapper.layer):
+        return run_checkpointed(body, args, kwargs, wrapper.layer)
+    shared = (each for each in _tensors((*args, *kwargs.values())) if not each.requires_grad)  # by all layers
+    with cast("Offload", context.offload).layer((*layer.parameters(), *shared)) as offloaded:
+        return run_checkpointed(body, args, kwargs, wrapper.layer, offloaded)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs: Any) -> Any:
@@ -125,13 +142,23 @@ def recompute_layers(layers: Iterable[nn.Module]) -> None:
         wrapper.layer = number
 
 
-def run_checkpointed(body: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], layer: int) -> T:
-    """Call `body(*args, **kwargs)` under the layer's activation checkpointing by the context among its arguments."""
+def run_checkpointed(
+    body: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layer: int,
+    offloaded: OffloadedLayer | None = None,
+) -> T:
+    """Call `body(*args, **kwargs)` under the layer's activation checkpointing by the context among its arguments.
+
+    `offloaded` takes what attention keeps; None: it stays.
+    """
     policy = context_among(args, kwargs).checkpoint(layer)
     if policy in KEEP_ALL or not torch.is_grad_enabled():
         return body(*args, **kwargs)
     if policy == Checkpoint.SELECTIVE:
-        body = partial(_run_selective, body, SavedAttention())
+        hooks = None if offloaded is None else (offloaded.pack, offloaded.unpack)
+        body = partial(_run_selective, body, SavedAttention(hooks))
     # Nothing random happens in a layer, so there is no state of generators to restore.
     return cast("T", checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
 

@@ -415,12 +415,15 @@ def _check_spec(spec: ModelSpec, rope: Rope) -> None:
     refused = {
         "learned_positions": (spec.learned_positions, "a table of positions"),
         "gated": (not spec.gated, "a feed-forward without gate"),
+        "mixer_layers": (bool(spec.mixer_layers), "layers that scan"),
+        "head_shapes": (bool(spec.head_shapes), "layers whose heads differ"),
+        "latent": (spec.latent > 0, "latent attention"),
     }
     for name, (has, what) in refused.items():
         if has:
             raise SeqloomError(
                 f"model {spec.name}: {name} = {getattr(spec, name)!r} means {what}; the reference transformer is a "
-                "decoder of the Llama family: choose llama3-8b or qwen3-0.6b, or a spec that is gated and has no learned "
-                "positions"
+                "decoder of the Llama family: choose llama3-8b or qwen3-0.6b, or a spec that is gated and has neither "
+                "mixers, latents, heads of single layers nor learned positions"
             )
     rope.frequencies(spec.head_dim)

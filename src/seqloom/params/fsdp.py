@@ -12,11 +12,15 @@ with the same experts, and gradients of an expert are those of all tokens that w
 
     hybrid, nodes of 4,     0 1 2 3     0 and 2 share the first half of the experts, 1 and 3 the second;
     expert degree 2         4 5 6 7     so do 4 and 6, 5 and 7
+
+Where the optimiser is offloaded, FSDP2 shards copies in the dtype that layers compute in. It would round gradients to
+that dtype too, so hooks of its reductions take the sums before (`WideGradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -25,14 +29,16 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
+from seqloom.compat import dtensor_like
 from seqloom.dist import Context, Transport
 from seqloom.dist.torch_transport import new_group
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK
 from seqloom.models.split_backward import WeightGradients
+from seqloom.params.host_masters import host_copy, host_master
 from seqloom.params.interface import (
     Parameters,
     ParameterShard,
@@ -40,9 +46,11 @@ from seqloom.params.interface import (
     check_expert_degree,
     check_job,
     device_of,
+    full_tensor,
     local_tensor,
     reduce_dtype,
     row_shard,
+    shard_rows,
     squared_norm,
     trained_parameters,
 )
@@ -66,8 +74,9 @@ class FSDPParameters(Parameters):
         node_size: int | None = None,
         param_dtype: torch.dtype | None = None,
         keep_gathered: bool = False,
-        chunk: int = CHUNK,
+        offload_optimiser: bool = False,
         expert: int = 1,
+        chunk: int = CHUNK,
     ) -> None:
         """Shard the model in place. If layers shall recompute, `recompute_layers` comes first.
 
@@ -78,6 +87,7 @@ class FSDPParameters(Parameters):
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
             keep_gathered: keep layers gathered from forward to backward: more memory, one gather less.
+            offload_optimiser: keep master weights in host memory.
             expert: neighbours that divide the experts of every layer among them.
         """
         adapter.check_expert_degree(expert)
@@ -97,36 +107,70 @@ class FSDPParameters(Parameters):
         self._experts = frozenset(adapter.expert_parameters) if expert > 1 else frozenset[str]()
         names = {id(each): name for name, each in adapter.module.named_parameters()}
         modules = {module for module, _ in adapter.experts} if expert > 1 else set[nn.Module]()
-        for layer in adapter.layers:
-            for module in filter(modules.__contains__, layer.modules()):
-                self._divide_experts(module, names)
+        host: dict[str, torch.Tensor] = {}
+        for layers in _by_shared_parameters(adapter.layers):
+            for module in (each for layer in layers for each in layer.modules() if each in modules):
+                host |= self._divide_experts(module, names, param_dtype, offload=offload_optimiser)
                 fully_shard(module, **options, mesh=self._ep_mesh[SHARD], shard_placement_fn=self._shard_axis)
-            adapter.materialize([(names[id(each)], each) for each in layer.parameters() if each.is_meta])
-            fully_shard(layer, **options, mesh=self._mesh[SHARD])
+            wanted = {id(each): each for layer in layers for each in layer.parameters() if id(each) in names}
+            named = [(names[each], parameter) for each, parameter in wanted.items()]
+            adapter.materialize([(name, parameter) for name, parameter in named if parameter.is_meta])
+            if offload_optimiser:
+                host |= self._to_host(named, param_dtype)
+            fully_shard(layers, **options, mesh=self._mesh[SHARD])
         adapter.materialize()
+        if offload_optimiser:
+            others = [(name, each) for name, each in adapter.module.named_parameters() if name not in host]
+            host |= self._to_host(others, param_dtype)
         # parameters outside the layers: embedding, norm, head
         self._root = fully_shard(self._loss, mesh=self._mesh[SHARD], mp_policy=policy)
         self._sharded = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded:
             _sum_all_gradients(module)
-        self._masters = trained_parameters(adapter.module)  # the shards, while nothing is gathered
+        self._shards = trained_parameters(adapter.module)  # while nothing is gathered
+        every = dict(adapter.module.named_parameters())
+        self._host_masters = {name: host_master(values, every[name]) for name, values in host.items()}
+        wide = offload_optimiser and param_dtype is not None
+        self._wide_gradients = WideGradients(self._sharded, self._shards, policy.reduce_dtype) if wide else None
         self._weight_gradients = WeightGradients()
 
-    def _divide_experts(self, module: nn.Module, names: Mapping[int, str]) -> None:
-        """Replace the parameters of a module of experts by those of this rank's experts."""
-        ep_mesh = self._ep_mesh[EXPERT]
+    def _divide_experts(
+        self, module: nn.Module, names: Mapping[int, str], dtype: torch.dtype | None, *, offload: bool
+    ) -> dict[str, torch.Tensor]:
+        """Replace the parameters of a module of experts by those of this rank's experts.
+
+        Returns, where the optimiser is offloaded, this rank's shard of each in host memory; what is left has the dtype
+        of layers then.
+        """
+        ep_mesh, shards, host = self._ep_mesh[EXPERT], self._ep_mesh[SHARD], {}
         for name, parameter in list(module.named_parameters(recurse=False)):
             canonical = names[id(parameter)]
-            if canonical in self._experts:
-                own = len(parameter) // self._expert
-                rows = slice(ep_mesh.get_local_rank() * own, (ep_mesh.get_local_rank() + 1) * own)
-                values = row_shard(self._adapter.read_rows(canonical, parameter, rows), parameter.shape, ep_mesh)
-                setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+            if canonical not in self._experts:
+                continue
+            own = len(parameter) // self._expert
+            rows = slice(ep_mesh.get_local_rank() * own, (ep_mesh.get_local_rank() + 1) * own)
+            values = self._adapter.read_rows(canonical, parameter, rows)
+            if offload:
+                axis = _expert_shard_axis(values.shape, shards.size())
+                part = shard_rows(values.shape[axis], shards.get_local_rank(), shards.size())
+                host[canonical] = host_copy(values.narrow(axis, part.start, part.stop - part.start))
+                values = values if dtype is None else values.to(dtype)
+            divided = row_shard(values, parameter.shape, ep_mesh)
+            setattr(module, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+        return host
 
     def _shard_axis(self, parameter: nn.Parameter) -> Shard:
-        """Shard by expert where these divide evenly over the ranks, else inside of each."""
-        ranks, (own, width) = self._ep_mesh[SHARD].size(), local_tensor(parameter).shape[:2]
-        return Shard(0 if own % ranks == 0 or width % ranks else 1)
+        """Return how FSDP2 shards a parameter of a module of experts."""
+        return Shard(_expert_shard_axis(local_tensor(parameter).shape, self._ep_mesh[SHARD].size()))
+
+    def _to_host(self, named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        """Copy this rank's rows of parameters to the host, and convert what is left to the dtype of layers."""
+        rows, mesh = {}, self._mesh[SHARD]
+        for name, parameter in named:
+            values = parameter.detach()
+            rows[name] = host_copy(values[shard_rows(len(values), mesh.get_local_rank(), mesh.size())])
+            parameter.data = values if dtype is None else values.to(dtype)
+        return rows
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
@@ -166,39 +210,107 @@ class FSDPParameters(Parameters):
 
     def finish_gradients(self) -> None:
         """See `Parameters.finish_gradients`."""
-        experts = [each for name, each in self._masters.items() if name in self._experts]
-        others = [each for name, each in self._masters.items() if name not in self._experts]
-        for mesh, masters in ((self._mesh, others), (self._ep_mesh, experts)):
-            if masters and mesh[REPLICA].size() > 1:
+        if self._wide_gradients is not None:
+            self._wide_gradients.set()
+        for mesh, shards in ((self._mesh, self._others), (self._ep_mesh, self._of_experts)):
+            if shards and mesh[REPLICA].size() > 1:
                 group = mesh[REPLICA].get_group()
-                all_reduce_gradients(masters, lambda flat, group=group: dist.all_reduce(flat, group=group))
+                all_reduce_gradients(shards, lambda flat, group=group: dist.all_reduce(flat, group=group))
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`. The shards of a row are the model; all rows have the same."""
-        squares = torch.stack(
-            [
-                squared_norm(each for name, each in self._masters.items() if (name in self._experts) == of_experts)
-                for of_experts in (False, True)
-            ]
-        ).to(self._device)
+        squares = torch.stack([squared_norm(self._others), squared_norm(self._of_experts)]).to(self._device)
         dist.all_reduce(squares[:1], group=self._mesh[SHARD].get_group())
-        for axis in (SHARD, EXPERT) if self._experts else ():
+        for axis in (SHARD, EXPERT) if self._of_experts else ():
             dist.all_reduce(squares[1:], group=self._ep_mesh[axis].get_group())
         return squares.sum().sqrt()
+
+    @property
+    def _of_experts(self) -> list[nn.Parameter]:
+        """Shards of experts that are divided."""
+        return [each for name, each in self._shards.items() if name in self._experts]
+
+    @property
+    def _others(self) -> list[nn.Parameter]:
+        return [each for name, each in self._shards.items() if name not in self._experts]
 
     def shards(self) -> Iterator[tuple[str, ParameterShard]]:
         """See `Parameters.shards`; the first replica has them."""
         for name, parameter in self._adapter.module.named_parameters():
             mesh = self._ep_mesh if name in self._experts else self._mesh
-            yield name, ParameterShard.of(parameter, sends=mesh[REPLICA].get_local_rank() == 0)
+            yield name, ParameterShard.of(self._master(name, parameter), sends=mesh[REPLICA].get_local_rank() == 0)
+
+    def _master(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the master of a parameter, as a DTensor whose shard is on the device."""
+        master = self._host_masters.get(name)
+        rows = local_tensor(parameter if master is None else master).detach().to(self._device)
+        return dtensor_like(cast("DTensor", parameter), rows)
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; all of them are DTensors."""
-        return dict(self._masters)
+        return {name: self._host_masters.get(name, shard) for name, shard in self._shards.items()}
+
+    def device_shards(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.device_shards`."""
+        return dict(self._shards)
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`."""
+        for name, parameter in self._adapter.module.named_parameters():
+            yield name, full_tensor(self._master(name, parameter))
+
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`."""
+        super().zero_grad()
+        if self._wide_gradients is not None:
+            self._wide_gradients.clear()
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """Yield the shards; torch allocates and frees the gathered parameters."""
-        yield from map(local_tensor, self._masters.values())
+        yield from map(local_tensor, self._shards.values())
+
+
+class WideGradients:
+    """Gradients of FSDP2's shards in the dtype in which it sums them, although the shards are narrower.
+
+    A reduction first hands the sums of a layer to one hook, flat, then every parameter with its rounded gradient to
+    another: its place in the flat tensor is that of its gradient.
+    """
+
+    def __init__(
+        self, modules: Iterable[FSDPModule], shards: Mapping[str, nn.Parameter], dtype: torch.dtype | None
+    ) -> None:
+        self._shards, self._dtype, self._sums = shards, dtype, dict[str, torch.Tensor]()
+        self._flat: torch.Tensor | None = None
+        for module in modules:
+            module.set_all_reduce_hook(self._take_flat)
+        for name, shard in shards.items():
+            shard.grad_dtype = None  # any: first FSDP2's, then the sums
+            shard.register_post_accumulate_grad_hook(partial(self._take_shard, name))
+
+    def set(self) -> None:
+        """Give the shards their gradients; zero where no round had one."""
+        for name, shard in self._shards.items():
+            rows = local_tensor(shard)
+            total = self._sums.get(name)
+            total = torch.zeros_like(rows, dtype=self._dtype) if total is None else total
+            shard.grad = dtensor_like(cast("DTensor", shard), total)
+        self._sums.clear()
+
+    def clear(self) -> None:
+        """Drop what an unfinished step has left."""
+        self._sums.clear()
+
+    def _take_flat(self, sums: torch.Tensor) -> None:
+        self._flat = sums
+
+    def _take_shard(self, name: str, shard: torch.Tensor) -> None:
+        rounded, flat = local_tensor(cast("torch.Tensor", shard.grad)), self._flat
+        assert flat is not None
+        rows = flat.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset())
+        shard.grad = None
+        before = self._sums.get(name)
+        self._sums[name] = rows if before is None else before.add_(rows)
 
 
 def _shard_width(transport: Transport, sharding: Sharding, node_size: int | None) -> int:
@@ -234,6 +346,21 @@ def new_mesh(device: torch.device, ranks: torch.Tensor, axes: tuple[str, ...]) -
 def backend_of(device: torch.device) -> str:
     """Return the backend that moves the tensors of a device."""
     return dist.get_backend_config().partition(f"{device.type}:")[2].partition(",")[0] or dist.get_backend()
+
+
+def _by_shared_parameters(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Return layers in lists, those that share a parameter in one: FSDP2 gathers such layers together."""
+    lists: dict[nn.Parameter, list[nn.Module]] = {}
+    for layer in layers:
+        own = next((lists[each] for each in layer.parameters() if each in lists), [])
+        own.append(layer)
+        lists |= dict.fromkeys(layer.parameters(), own)
+    return list({id(each): each for each in lists.values()}.values())
+
+
+def _expert_shard_axis(shape: torch.Size, ranks: int) -> int:
+    """Return the axis along which a parameter [experts, ..] is sharded: by expert, or inside of each to be even."""
+    return 0 if shape[0] % ranks == 0 or shape[1] % ranks else 1
 
 
 def _sum_all_gradients(module: FSDPModule) -> None:

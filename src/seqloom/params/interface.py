@@ -128,13 +128,13 @@ class Parameters(ABC):
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield canonical name and unsharded gradient of every trained parameter, one at a time; all ranks iterate."""
-        for name, parameter in self.master_weights().items():
+        for name, parameter in self.device_shards().items():
             assert parameter.grad is not None
             yield name, full_tensor(parameter.grad)
 
     @abstractmethod
     def shards(self) -> Iterator[tuple[str, ParameterShard]]:
-        """Yield canonical name and this rank's part of every parameter's value, tied ones once; see `ParameterShard`."""
+        """Yield canonical name and this rank's part of every parameter's value, tied ones once."""
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield canonical name and unsharded value of every parameter, tied ones once; all ranks iterate."""
@@ -145,6 +145,13 @@ class Parameters(ABC):
         """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
         return trained_parameters(self._adapter.module)
 
+    def device_shards(self) -> dict[str, nn.Parameter]:
+        """Return what the device has of the master weights, with the step's gradients.
+
+        Those are the master weights, or copies of them where these are in host memory: see `params.host_masters`.
+        """
+        return self.master_weights()
+
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """Yield what layers compute with on this rank, as it is in memory now: master weights, or copies of them."""
         yield from self._adapter.module.parameters()
@@ -153,7 +160,7 @@ class Parameters(ABC):
         """Drop all gradients."""
         if self._head_gradients is not None:
             self._head_gradients.clear()
-        for parameter in self.master_weights().values():
+        for parameter in self.device_shards().values():
             parameter.grad = None
 
 
@@ -331,14 +338,14 @@ def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Set a gradient of zero for parameters that a step has not used."""
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def scale_gradients(parameters: Parameters, factor: float | torch.Tensor) -> None:
     """Multiply all gradients; clipping is a factor of min(1, limit / norm)."""
     if isinstance(factor, float) and factor == 1.0:
         return
-    for parameter in parameters.master_weights().values():
+    for parameter in parameters.device_shards().values():
         if parameter.grad is not None:
             local_tensor(parameter.grad).mul_(factor)
 
@@ -347,6 +354,12 @@ def row_shard(shard: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTens
     """Return the contiguous DTensor of a shape of which this rank has a shard; the axes of a mesh cut rows in turn."""
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return DTensor.from_local(shard, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=strides)
+
+
+def shard_rows(length: int, rank: int, ranks: int) -> slice:
+    """Return a rank's rows: torch's chunks, of which the last may be short or empty."""
+    rows = -(-length // ranks)
+    return slice(min(rank * rows, length), min((rank + 1) * rows, length))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -359,8 +372,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     # FSDP2 cuts rows along the first axis of a mesh after those along the others: these shards are strided.
-    last_cut_first = sorted(range(tensor.device_mesh.ndim), key=lambda axis: (type(tensor.placements[axis]) is Shard, -axis))
-    for axis in last_cut_first:
+    plain = [type(placement) is Shard for placement in tensor.placements]
+    for axis in sorted(range(len(plain)), key=lambda axis: (plain[axis], -axis)):
         placements = list(tensor.placements)
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)

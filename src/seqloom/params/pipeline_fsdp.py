@@ -44,6 +44,7 @@ from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.params.fsdp import EXPERT, REPLICA, SHARD, backend_of, new_mesh
+from seqloom.params.host_masters import device_shard, host_copy, host_master
 from seqloom.params.interface import (
     Parameters,
     ParameterShard,
@@ -58,6 +59,7 @@ from seqloom.params.interface import (
     local_tensor,
     reduce_dtype,
     row_shard,
+    shard_rows,
     squared_norm,
     trained_parameters,
 )
@@ -68,7 +70,6 @@ from seqloom.params.placement import (
     parameters_of_stages,
     replace_parameters,
 )
-from seqloom.params.shards import shard_rows
 from seqloom.plan import LayerRange, Plan
 
 PP_RANK = "pp_rank"
@@ -87,6 +88,7 @@ class PipelineFSDP(Parameters):
         placement: Placement,
         *,
         param_dtype: torch.dtype | None = None,
+        offload_optimiser: bool = False,
         chunk: int = CHUNK,
     ) -> None:
         """Shard the model in place: parameters of other ranks' stages go to "meta".
@@ -97,6 +99,7 @@ class PipelineFSDP(Parameters):
             transport: over torch.distributed; all its ranks.
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
+            offload_optimiser: keep master weights in host memory.
         """
         check_job(transport)
         ranks = placement.mesh(transport.ranks)
@@ -126,7 +129,9 @@ class PipelineFSDP(Parameters):
         for name, parameter in held.items():
             mesh = self._ep_mesh[EXPERT, SHARD] if name in experts else self._mesh[SHARD]
             read = partial(adapter.read_rows, name, parameter)
-            self._sharded[name] = ShardedParameter.of(parameter, read, mesh, param_dtype)
+            self._sharded[name] = ShardedParameter.of(
+                parameter, read, mesh, param_dtype, offload_master=offload_optimiser
+            )
             parameter.data = parameter.data.new_empty(0)  # so that unsharded values exist one parameter at a time
         replace_parameters(adapter.module, {id(held[name]): each.copy for name, each in self._sharded.items()})
         self._by_stage = {
@@ -206,22 +211,21 @@ class PipelineFSDP(Parameters):
         stream = stream_of(self._device, "parameters")
         if stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)
-        masters = self.master_weights()
+        shards = self.device_shards()
         for mesh, divided in ((self._mesh, False), (self._ep_mesh, True)):
-            own = [each for name, each in masters.items() if self._sharded[name].divided == divided]
+            own = [each for name, each in shards.items() if self._sharded[name].divided == divided]
             if own and mesh[REPLICA].size() > 1:
                 group = mesh.get_group(REPLICA)
                 all_reduce_gradients(own, lambda flat, group=group: dist.all_reduce(flat, group=group))
-        fill_missing_gradients(masters.values())
+        fill_missing_gradients(shards.values())
         for holders, group in self._tied_groups.items():
-            tied = [each for name, each in masters.items() if tuple(self._holders[name]) == holders]
+            tied = [each for name, each in shards.items() if tuple(self._holders[name]) == holders]
             all_reduce_gradients(tied, lambda flat, group=group: dist.all_reduce(flat, group=group))
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`. A parameter of several pp ranks is counted on the first."""
-        counted = {
-            name: each for name, each in self.master_weights().items() if self._holders[name][0] == self._pp_rank
-        }
+        shards = self.device_shards()
+        counted = {name: each for name, each in shards.items() if self._holders[name][0] == self._pp_rank}
         squares = torch.stack(
             [
                 squared_norm(each for name, each in counted.items() if self._sharded[name].divided == divided)
@@ -238,13 +242,13 @@ class PipelineFSDP(Parameters):
         """See `Parameters.full_gradients`; the first pp rank that holds a parameter broadcasts it."""
         for name, parameter in trained_parameters(self._adapter.module).items():
             held = self._sharded.get(name)
-            yield name, self._broadcast(name, parameter, None if held is None else held.master.grad)
+            yield name, self._broadcast(name, parameter, None if held is None else held.sharded.grad)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`; the first pp rank that holds a parameter broadcasts it."""
         for name, parameter in self._adapter.module.named_parameters():
             held = self._sharded.get(name)
-            yield name, self._broadcast(name, parameter, None if held is None else held.master.detach())
+            yield name, self._broadcast(name, parameter, None if held is None else held.master_values(self._device))
 
     def shards(self) -> Iterator[tuple[str, ParameterShard]]:
         """See `Parameters.shards`; the first replica of the first pp rank that holds a parameter has them."""
@@ -255,11 +259,16 @@ class PipelineFSDP(Parameters):
                 continue
             held = self._sharded[name]
             mesh = self._ep_mesh if held.divided else self._mesh
-            yield name, ParameterShard.of(held.master, sends=mesh[REPLICA].get_local_rank() == 0)
+            sends = mesh[REPLICA].get_local_rank() == 0
+            yield name, ParameterShard.of(held.master_values(self._device), sends=sends)
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; all of them are DTensors, of this rank's stages."""
         return {name: each.master for name, each in self._sharded.items() if each.master.requires_grad}
+
+    def device_shards(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.device_shards`."""
+        return {name: each.sharded for name, each in self._sharded.items() if each.sharded.requires_grad}
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """See `Parameters.compute_weights`."""
@@ -348,14 +357,17 @@ class ShardedParameter:
 
     Attributes:
         master: what the optimiser updates: a DTensor, of which this rank has some rows.
+        sharded: what the device has of it, with its gradient: the master, or its rows in the dtype of layers where the
+            master is in host memory.
         copy: the unsharded parameter, in the dtype that layers compute in; without memory while its stage is sharded.
             Its gradient adds up in float32 or wider.
-        shard: this rank's rows, in the master's memory: asking a DTensor for them takes longer than a small layer.
+        shard: this rank's rows on the device: asking a DTensor for them takes longer than a small layer.
         group: the ranks that have shards of the copy.
         divided: whether the copy is that of some experts, which an EP group divides.
     """
 
     master: nn.Parameter
+    sharded: nn.Parameter
     copy: nn.Parameter
     shard: torch.Tensor
     group: dist.ProcessGroup
@@ -368,34 +380,45 @@ class ShardedParameter:
         read: Callable[[slice], torch.Tensor],
         mesh: DeviceMesh,
         dtype: torch.dtype | None,
+        *,
+        offload_master: bool = False,
     ) -> ShardedParameter:
         """Shard a parameter over a mesh: along its last axis; another one before that divides experts.
 
         Args:
             read: returns rows of its values.
             dtype: of the copy; None: that of the parameter.
+            offload_master: keep the master in host memory.
         """
-        length, start, divided = len(parameter), 0, mesh.ndim == 2
+        length, start, divided, trained = len(parameter), 0, mesh.ndim == 2, parameter.requires_grad
         if divided:
             length //= mesh.size(0)
             start = mesh.get_local_rank(0) * length
         ranks, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         rows = shard_rows(length, index, ranks)
         shard = read(slice(start + rows.start, start + rows.stop))
-        master = nn.Parameter(row_shard(shard, parameter.shape, mesh), requires_grad=parameter.requires_grad)
-        dtype = dtype or shard.dtype
+        master_dtype, dtype = shard.dtype, dtype or shard.dtype
+        host = host_copy(shard) if offload_master else None
+        shard = shard if host is None else shard.to(dtype)
+        sharded = row_shard(shard, parameter.shape, mesh)
+        sharded = device_shard(sharded, requires_grad=trained, master_dtype=master_dtype)
+        master = sharded if host is None else host_master(host, sharded)
         if ranks == 1 and dtype == shard.dtype:
             full = shard  # the same memory: an update by the optimiser needs no copy
         else:
             full = shard.new_empty((length, *shard.shape[1:]), dtype=dtype)
             full.untyped_storage().resize_(0)
-        copy = accumulate_wide(nn.Parameter(full, requires_grad=parameter.requires_grad))
-        return cls(master, copy, shard, mesh.get_group(mesh.ndim - 1), divided)
+        copy = accumulate_wide(nn.Parameter(full, requires_grad=trained))
+        return cls(master, sharded, copy, shard, mesh.get_group(mesh.ndim - 1), divided)
 
     @property
     def ranks(self) -> int:
         """That have shards of the copy."""
         return self.group.size()
+
+    def master_values(self, device: torch.device) -> torch.Tensor:
+        """Return the master's rows on the device, as a DTensor."""
+        return dtensor_like(cast("DTensor", self.sharded), local_tensor(self.master).detach().to(device))
 
     @property
     def padded_size(self) -> int:
@@ -427,11 +450,11 @@ class ShardedParameter:
         if flat is None:
             return
         shard = self.shard
-        gradient = flat[: shard.numel()].view(shard.shape).to(shard.dtype)
-        if self.master.grad is None:
-            self.master.grad = dtensor_like(cast("DTensor", self.master), gradient)
+        gradient = flat[: shard.numel()].view(shard.shape).to(self.sharded.grad_dtype)
+        if self.sharded.grad is None:
+            self.sharded.grad = dtensor_like(cast("DTensor", self.sharded), gradient)
         else:
-            local_tensor(self.master.grad).add_(gradient)
+            local_tensor(self.sharded.grad).add_(gradient)
 
 
 @torch.no_grad()

@@ -77,7 +77,13 @@ class ReshardingParameters(Parameters):
     """
 
     def __init__(
-        self, adapter: ModelAdapter, transport: Transport, *, param_dtype: torch.dtype | None = None, chunk: int = CHUNK
+        self,
+        adapter: ModelAdapter,
+        transport: Transport,
+        *,
+        param_dtype: torch.dtype | None = None,
+        offload_optimiser: bool = False,
+        chunk: int = CHUNK,
     ) -> None:
         """Shard the model in place: between steps its module has what the last plan needed here.
 
@@ -86,6 +92,7 @@ class ReshardingParameters(Parameters):
             transport: this rank's; where torch.distributed runs, all ranks of the job.
             param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
                 are summed in float32 or wider.
+            offload_optimiser: keep master weights in host memory.
         """
         parameters = list(adapter.module.parameters())
         device = device_of(adapter, parameters)
@@ -100,7 +107,8 @@ class ReshardingParameters(Parameters):
             user: frozenset(bucket for bucket, found in enumerate(users) if user in found)
             for user in (EMBEDDING, *range(len(adapter.layers)), HEAD)
         }
-        self._masters = OptimizerShards(adapter, transport, device)
+        offload_dtype = self._dtype if offload_optimiser else None
+        self._masters = OptimizerShards(adapter, transport, device, offload_dtype=offload_dtype)
         self._copies = ComputeCopies(adapter.module, param_dtype, self._masters.shapes)
         self._resharders: dict[tuple[tuple[tuple[Stage, ...], ...], StageIndices, int], PlanResharders] = {}
         self._in_flight: dict[int, InFlight] = {}  # buckets of parameters on their way to the copies
@@ -192,32 +200,37 @@ class ReshardingParameters(Parameters):
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`."""
-        squares = squared_norm(self.master_weights().values()).to(self._device)
+        squares = squared_norm(self.device_shards().values()).to(self._device)
         self._transport.all_reduce(squares, tuple(range(self._transport.ranks)))
         return squares.sqrt()
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_gradients`."""
-        for index, master in enumerate(self._masters.parameters):
-            if master.grad is not None:
-                yield self._masters.names[index], self._masters.gather(index, local_tensor(master.grad))
+        for index, parameter in enumerate(self._masters.parameters):
+            if parameter.grad is not None:
+                yield self._masters.names[index], self._masters.gather(index, local_tensor(parameter.grad))
 
     def shards(self) -> Iterator[tuple[str, ParameterShard]]:
         """See `Parameters.shards`; every rank has its rows."""
-        ranks = self._transport.ranks
-        for name, shape, rows in zip(self._masters.names, self._masters.shapes, self._masters.rows.values(), strict=True):
-            first = shard_rows(shape[0], self._transport.rank, ranks).start
-            offset = (first, *(0 for _ in shape[1:]))
+        rank, ranks, masters = self._transport.rank, self._transport.ranks, self._masters
+        for name, shape, master in zip(masters.names, masters.shapes, masters.masters, strict=True):
+            rows = local_tensor(master.detach()).to(self._device)
+            offset = (shard_rows(shape[0], rank, ranks).start, *(0 for _ in shape[1:]))
             yield name, ParameterShard(shape, rows.dtype, offset, rows if len(rows) else None)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`."""
-        for index, rows in self._masters.rows.items():
+        for index, master in enumerate(self._masters.masters):
+            rows = local_tensor(master.detach()).to(self._device)
             yield self._masters.names[index], self._masters.gather(index, rows)
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; DTensors where torch.distributed runs."""
-        return self._masters.trained()
+        return self._masters.trained(self._masters.masters)
+
+    def device_shards(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.device_shards`."""
+        return self._masters.trained(self._masters.parameters)
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """See `Parameters.compute_weights`."""

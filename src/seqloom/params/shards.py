@@ -17,14 +17,14 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from seqloom.dist import Transport
 from seqloom.dist.resharding import Box
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.params.fsdp import SHARD, new_mesh
-from seqloom.params.interface import accumulate_wide, check_job, local_tensor, row_shard
+from seqloom.params.host_masters import device_shard, host_copy, host_master
+from seqloom.params.interface import accumulate_wide, check_job, local_tensor, row_shard, shard_rows
 from seqloom.params.placement import replace_parameters
 from seqloom.plan.parameter_layout import EMBEDDING, HEAD, Weight
 
@@ -141,16 +141,26 @@ class OptimizerShards:
     Attributes:
         names: canonical; tied parameters have one.
         shapes: of the full parameters.
-        parameters: this rank's rows; some have none.
-        rows: {index: the same memory as a plain tensor}; optimisers and checkpoints write it in place.
+        masters: this rank's rows, which the optimiser updates; some have none.
+        parameters: what the device has of them, with gradients: the masters, or rows in another dtype where the masters
+            are in host memory.
+        rows: {index: memory of `parameters` as a plain tensor}; optimisers and checkpoints write it in place.
     """
 
-    def __init__(self, adapter: ModelAdapter, transport: Transport, device: torch.device) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        transport: Transport,
+        device: torch.device,
+        *,
+        offload_dtype: torch.dtype | None = None,
+    ) -> None:
         """Shard the parameters of a model, which keeps none of its values.
 
         Args:
             adapter: of the model; the same values on all ranks.
             transport: where torch.distributed runs, all ranks of the job.
+            offload_dtype: keep masters in host memory, and rows of this dtype on the device; None: masters are there.
         """
         self._transport, self._mesh = transport, None
         if dist.is_initialized():
@@ -159,26 +169,32 @@ class OptimizerShards:
         named = dict(adapter.module.named_parameters())
         self.names = tuple(named)
         self.shapes = tuple(each.shape for each in named.values())
+        self.masters: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
         for name, parameter in named.items():
             shard = adapter.read_rows(name, parameter, shard_rows(len(parameter), transport.rank, transport.ranks))
-            master = shard if self._mesh is None else row_shard(shard, parameter.shape, self._mesh)
-            self.parameters.append(nn.Parameter(master, requires_grad=parameter.requires_grad))
+            trained, master_dtype = parameter.requires_grad, shard.dtype
+            host = None if offload_dtype is None else host_copy(shard)
+            shard = shard if offload_dtype is None else shard.to(offload_dtype)
+            sharded = shard if self._mesh is None else row_shard(shard, parameter.shape, self._mesh)
+            self.parameters.append(device_shard(sharded, requires_grad=trained, master_dtype=master_dtype))
+            master = self.parameters[-1] if host is None else host_master(host, self.parameters[-1])
+            self.masters.append(master)
             parameter.data = parameter.new_empty(0)  # so that unsharded values exist one parameter at a time
         self.rows = {index: local_tensor(each.detach()) for index, each in enumerate(self.parameters)}
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return those that require a gradient, by name."""
-        return {name: each for name, each in zip(self.names, self.parameters, strict=True) if each.requires_grad}
+    def trained(self, parameters: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return those of the masters, or of the parameters, that require a gradient, by name."""
+        return {name: each for name, each in zip(self.names, parameters, strict=True) if each.requires_grad}
 
     def set_gradients(self, sums: Mapping[int, torch.Tensor]) -> None:
         """Set the gradients of this rank's rows; zero where there is no sum."""
-        for index, master in enumerate(self.parameters):
-            if not master.requires_grad:
+        for index, parameter in enumerate(self.parameters):
+            if not parameter.requires_grad:
                 continue
-            rows, total = self.rows[index], sums.get(index)
-            gradient = torch.zeros_like(rows) if total is None else total.view(rows.shape).to(rows.dtype)
-            master.grad = gradient if self._mesh is None else row_shard(gradient, master.shape, self._mesh)
+            rows, total, dtype = self.rows[index], sums.get(index), parameter.grad_dtype
+            gradient = torch.zeros_like(rows, dtype=dtype) if total is None else total.view(rows.shape).to(dtype)
+            parameter.grad = gradient if self._mesh is None else row_shard(gradient, parameter.shape, self._mesh)
 
     def gather(self, index: int, shard: torch.Tensor) -> torch.Tensor:
         """Return a parameter's value or gradient from all ranks' rows of it; all of them call it."""
@@ -188,9 +204,3 @@ class OptimizerShards:
         gathered = shard.new_empty((ranks * len(padded), *shape[1:]))
         self._transport.all_gather(gathered.view(-1), padded.view(-1), tuple(range(ranks)))
         return gathered[: shape[0]]
-
-
-def shard_rows(length: int, rank: int, ranks: int) -> slice:
-    """Return a rank's rows: torch's chunks, of which the last may be short or empty."""
-    rows = -(-length // ranks)
-    return slice(min(rank * rows, length), min((rank + 1) * rows, length))

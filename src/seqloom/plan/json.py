@@ -8,8 +8,10 @@
                                              "route": null, "spans": [[0, 0, 5120]]}]}]],
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
-A round whose activations are offloaded to CPU memory has `"offload": true` beside its checkpoint, and one whose last
-layers recompute less has `"lighter_layers": 5`. A stage whose experts are divided over 4 ranks has `"expert": 4`. `actions` has one row per pipeline rank: the distinct `ranks` of the
+A round whose first layers offload their activations has `"offloaded_layers": 12` beside its checkpoint, and one whose
+last layers recompute less has `"lighter_layers": 5`. `"offload": true`, in files of earlier versions, means all layers.
+A group in which latents travel has `"latent": true`, one in which states of scans do `"states": true`; a stage whose
+experts are divided over 4 ranks has `"expert": 4`. `actions` has one row per pipeline rank: the distinct `ranks` of the
 stages, in the order in which these name them. Reading is strict, see `seqloom.reader`.
 """
 
@@ -48,8 +50,10 @@ VERSION = 1
 KEYS_OF_LIMITS = {"pad_multiple": "granule"}
 """Attributes of `Limits` that have another name in files."""
 
-OPTIONAL: dict[type, dict[str, object]] = {
-    StageMicroBatch: {"offload": False, "lighter_layers": 0},
+OPTIONAL: dict[type[Any], dict[str, object]] = {
+    StageMicroBatch: {"offloaded_layers": 0, "lighter_layers": 0},
+    Group: {"latent": False, "states": False},
+    Limits: {"offload_capacity": ()},
     Stage: {"expert": 1},
 }
 """Attributes that files leave out where they have these values."""
@@ -135,10 +139,13 @@ def _or_null(read: Reader) -> Reader:
 
 def _read_limits(value: Any, where: str) -> Limits:
     keys = {KEYS_OF_LIMITS.get(name, name): name for name in Limits.__slots__}
-    fields = read_object(value, where, keys)
-    capacity = read_list(fields.pop("capacity"), f"{where}.capacity", _read_capacity)
-    numbers = {keys[key]: read_integer(number, f"{where}.{key}") for key, number in fields.items()}
-    return Limits(capacity=capacity, **numbers)
+    optional = [*OPTIONAL[Limits]]
+    fields = read_object(value, where, [key for key in keys if key not in optional], optional)
+    capacity, offload_capacity = (
+        read_list(fields.pop(key, []), f"{where}.{key}", _read_capacity) for key in ("capacity", *optional)
+    )
+    numbers: dict[str, Any] = {keys[key]: read_integer(number, f"{where}.{key}") for key, number in fields.items()}
+    return Limits(capacity=capacity, offload_capacity=offload_capacity, **numbers)
 
 
 def _read_capacity(value: Any, where: str) -> tuple[Checkpoint, int]:
@@ -185,6 +192,8 @@ _GROUP = _object(
     method=_choice(Method),
     route=_or_null(_object(Route, proxies=read_integers, slices=read_integer)),
     spans=_list(_read_span),
+    latent=read_bool,
+    states=read_bool,
 )
 _WORK = _object(
     StageMicroBatch,
@@ -193,15 +202,38 @@ _WORK = _object(
     attention=_or_null(_read_layout),
     linear=_or_null(_read_layout),
     remap=_choice(Remap),
-    offload=read_bool,
+    offloaded_layers=read_integer,
     lighter_layers=read_integer,
 )
-_ROUNDS = _list(lambda value, where: Round(read_list(value, where, _WORK)))
+
+
+def _read_pipeline(value: Any, where: str) -> Pipeline:
+    fields = read_object(value, where, ("stages", "rounds", "actions"))
+    stages = read_list(fields["stages"], f"{where}.stages", _STAGE)
+    layers = [stage.layer_count for stage in stages]
+
+    def read_round(value: Any, where: str) -> Round:
+        counts = iter(layers)
+        return Round(read_list(value, where, lambda work, place: _read_work(work, place, next(counts, 0))))
+
+    rounds = read_list(fields["rounds"], f"{where}.rounds", read_round)
+    return Pipeline(stages, rounds, read_list(fields["actions"], f"{where}.actions", _read_row))
+
+
+def _read_work(value: Any, where: str, layers: int) -> StageMicroBatch:
+    """Read one stage's share of a round; `layers` are those of the stage, for files of earlier versions."""
+    if isinstance(value, dict) and "offload" in value:
+        everything = read_bool(value["offload"], f"{where}.offload")
+        value = {key: each for key, each in value.items() if key != "offload"}
+        value |= {"offloaded_layers": layers} if everything else {}
+    return _WORK(value, where)
+
+
 _PLAN: dict[str, Reader] = {
     "planner": read_string,
     "limits": _read_limits,
     "sharding": _choice(Sharding),
     "reduce": _choice(Reduce),
     "documents": read_integers,
-    "pipelines": _list(_object(Pipeline, stages=_list(_STAGE), rounds=_ROUNDS, actions=_list(_read_row))),
+    "pipelines": _list(_read_pipeline),
 }

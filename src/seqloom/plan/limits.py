@@ -119,6 +119,7 @@ class Limits:
         node_size: ranks per node.
         heads: query heads of the model; a Ulysses rank needs at least one.
         capacity: (checkpoint, tokens per rank in one round) for every checkpoint that the plan may use.
+        offload_capacity: the same where all layers are offloaded, for checkpoints of which the plan offloads layers.
         pad_multiple: every document occupies a multiple of this many tokens.
         communicators: Ulysses communicators per rank that the group family may use.
     """
@@ -129,6 +130,7 @@ class Limits:
     capacity: tuple[tuple[Checkpoint, int], ...]
     pad_multiple: int = 1
     communicators: int = 16
+    offload_capacity: tuple[tuple[Checkpoint, int], ...] = ()
 
     @property
     def family(self) -> GroupFamily:
@@ -154,15 +156,16 @@ class Limits:
         return tuple(map(tuple, nodes.values()))
 
 
-def mixed_capacity(heavy: int, light: int, lighter_layers: int, layers: int) -> int:
-    """Return how many tokens a rank holds if some of the layers have a lighter checkpoint.
+def mixed_capacity(most: int, other: int, others: int, layers: int) -> int:
+    """Return how many tokens a rank holds if some layers have another checkpoint than most, or are offloaded.
 
-    A token takes the memory of both checkpoints in proportion, so capacities mix by their inverses. Memory may hold
-    fewer: recomputing a layer takes as much, however few layers recompute.
+    A token takes the memory of both kinds in proportion, so capacities mix by their inverses. Memory may hold fewer:
+    recomputing a layer, or copying one, takes as much, however few layers do it.
 
     Args:
-        heavy, light: tokens that it holds if all layers have the one checkpoint, or the other.
+        most, other: tokens that it holds if all layers are of the one kind, or of the other.
+        others: layers of the other kind, of so many `layers`.
     """
-    if heavy == light:
-        return heavy
-    return layers * heavy * light // ((layers - lighter_layers) * light + lighter_layers * heavy)
+    if most == other:
+        return most
+    return layers * most * other // ((layers - others) * other + others * most)

@@ -33,7 +33,10 @@ class Group:
     """Ranks in order, `ulysses` x `ring`, and the spans they work on.
 
     Rank i of the group has Ulysses index `i % ulysses` and ring index `i // ulysses`. `method` and `route` are about
-    the ring: how keys and values are shared, and how they cross between nodes (None: each through its own NIC).
+    the ring: how keys and values are shared, and how they cross between nodes (None: each through its own NIC). With
+    `latent`, latents travel in their place, and are kept of a document in pieces; every rank expands them for its heads
+    (latent attention, MLA). With `states`, layers that scan pass states from rank to rank, instead of exchanging tokens
+    for heads.
     """
 
     ranks: tuple[int, ...]
@@ -42,6 +45,8 @@ class Group:
     spans: tuple[Span, ...]
     method: Method = Method.RING
     route: Route | None = None
+    latent: bool = False
+    states: bool = False
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -160,9 +165,9 @@ class StageMicroBatch:
 
     A rank may be in several groups; it runs them in the order of `groups`, in which all ranks agree: slow links first.
     The layouts say who holds which tokens in attention and in linear layers; None means that every rank holds what its
-    groups give it (`Group.token_layout`). With `offload`, the stored activations are in CPU memory from the end of the
-    forward to the backward. The last `lighter_layers` layers of the stage recompute less, as `checkpoint.lighter` says:
-    backward begins with them and frees what they store before others recompute.
+    groups give it (`Group.token_layout`). The last `lighter_layers` layers of the stage recompute less, as
+    `checkpoint.lighter` says: backward begins with them and frees what they store before others recompute. What the
+    first `offloaded_layers` layers store is in host memory from their forward to their backward: they wait longest.
     """
 
     groups: tuple[Group, ...]
@@ -170,8 +175,13 @@ class StageMicroBatch:
     attention: Layout | None = None
     linear: Layout | None = None
     remap: Remap = Remap.ATTENTION
-    offload: bool = False
+    offloaded_layers: int = 0
     lighter_layers: int = 0
+
+    @property
+    def offload(self) -> bool:
+        """Whether some activations are in host memory."""
+        return self.offloaded_layers > 0
 
     def spans(self) -> Iterator[Span]:
         """Return the spans of all groups, in order."""

@@ -16,15 +16,17 @@
 A document's number alone stands for the whole document. Layers 0-32 are 0 to 31, as in `[0:32)`. An explicit
 layout follows its groups, one line per rank. A line `host` is the row of a pipeline rank: host 0 is the ranks of
 stage 0, host 1 the next ranks that a stage names, and so on; stages with the same ranks share a row, such as
-`host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. `checkpoint selective lighter 5`: the last 5 layers recompute less. Blank lines
-and lines that begin with # are skipped. Every error of reading names the line and the rule.
+`host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. `checkpoint selective lighter 5`: the last 5 layers recompute less; `checkpoint
+full offload 12`: the first 12 layers are offloaded, without a number all of them. `ulysses 4 ring 1 latent`: latents
+travel in the place of keys and values; `ring 1 states`: states of scans in the place of heads. Blank lines and lines
+that begin with # are skipped. Every error of reading names the line and the rule.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NoReturn, TypeVar
 
@@ -39,6 +41,7 @@ from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch
 
 _DOCUMENTS_PER_LINE = 16
+_CAPACITIES = ("capacity", "offload_capacity")
 _NUMBERS = {
     name: KEYS_OF_LIMITS.get(name, name) for name in ("ranks", "node_size", "heads", "pad_multiple", "communicators")
 }
@@ -55,8 +58,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"planner {plan.planner if plain else json.dumps(plan.planner)}"
     for name, key in _NUMBERS.items():
         yield f"{key} {getattr(plan.limits, name)}"
-    for checkpoint, tokens in plan.limits.capacity:
-        yield f"capacity {checkpoint} {tokens}"
+    for key in _CAPACITIES:
+        for checkpoint, tokens in getattr(plan.limits, key):
+            yield f"{key} {checkpoint} {tokens}"
     yield f"sharding {plan.sharding}"
     yield f"reduce {plan.reduce}"
     yield f"documents {len(plan.documents)}"
@@ -77,7 +81,7 @@ def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[
             yield f"round {r}"
         for s, work in enumerate(current.by_stage):
             remap = "" if work.remap == Remap.ATTENTION else f" remap {work.remap}"
-            offload = " offload" if work.offload else ""
+            offload = f" offload {work.offloaded_layers}" if work.offload else ""
             lighter = f" lighter {work.lighter_layers}" if work.lighter_layers else ""
             yield f"round {r} stage {s} checkpoint {work.checkpoint}{lighter}{remap}{offload}"
             yield from _work_lines(work, documents)
@@ -93,6 +97,7 @@ def _work_lines(work: StageMicroBatch, documents: tuple[int, ...]) -> Iterator[s
             shape += f" method {group.method}"
         if group.route is not None:
             shape += f" route {_runs(group.route.proxies)} slices {group.route.slices}"
+        shape += " latent" * group.latent + " states" * group.states
         yield f"  group ranks {_runs(group.ranks)} {shape}: {spans}".rstrip()
     for name, layout in (("attention", work.attention), ("linear", work.linear)):
         if layout is not None:
@@ -126,10 +131,15 @@ def _runs(ranks: Iterable[int]) -> str:
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
-_KEYS = ("planner", *_NUMBERS.values(), "capacity", "sharding", "reduce", "documents")
+_KEYS = ("planner", *_NUMBERS.values(), *_CAPACITIES, "sharding", "reduce", "documents")
 _STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)(?: expert (\d+))?")
-_ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: lighter (\d+))?(?: remap (\S+))?( offload)?)?")
-_GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
+_ROUND = re.compile(
+    r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: lighter (\d+))?(?: remap (\S+))?( offload(?: (\d+))?)?)?"
+)
+_GROUP = re.compile(
+    r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?( latent)?( states)?"
+    r":(.*)"
+)
 _LAYOUT = re.compile(r"(attention|linear) axes ([12])")
 _RANK = re.compile(r"rank (\d+):(.*)")
 _ACTIONS = re.compile(r"host (\d+):(.*)")
@@ -208,14 +218,14 @@ def _short(line: str) -> str:
 
 
 def _read_header(lines: _Lines) -> dict:
-    header: dict = {"capacity": ()}
+    header: dict = dict.fromkeys(_CAPACITIES, ())
     while "documents" not in header:
         key, _, value = lines.take().partition(" ")
         if key not in _KEYS:
             lines.refuse(str(unknown_name("key", key, _KEYS)))
-        if key in header and key != "capacity":
+        if key in header and key not in _CAPACITIES:
             lines.refuse(f"{key} is given twice; keep one line")
-        if key == "capacity":
+        if key in _CAPACITIES:
             name, _, tokens = value.partition(" ")
             header[key] += ((lines.choice(name, Checkpoint), lines.number(tokens)),)
         elif key == "planner":
@@ -260,7 +270,7 @@ def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
         lines.expect_number("stage", number, len(stages))
         first, stop, tensor, expert = map(lines.number, numbers)
         stages.append(Stage(_read_ranks(lines, ranks), (first, stop), tensor, expert))
-    rounds = _read_rounds(lines, documents)
+    rounds = _read_rounds(lines, documents, [stage.layer_count for stage in stages])
     rows: list[tuple[Action, ...]] = []
     while lines.peek().startswith("host "):
         number, words = lines.match(_ACTIONS, "host 0: 0F0 0B0").groups()
@@ -275,11 +285,12 @@ def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
     return Pipeline(tuple(stages), rounds, tuple(rows))
 
 
-def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]:
+def _read_rounds(lines: _Lines, documents: tuple[int, ...], layers: Sequence[int]) -> tuple[Round, ...]:
+    """Read the rounds of a pipeline whose stages have so many layers."""
     rounds: list[list[StageMicroBatch]] = []
     while lines.peek().startswith("round "):
         found = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
-        number, stage, checkpoint, lighter, remap, offload = found
+        number, stage, checkpoint, lighter, remap, offload, offloaded = found
         fresh = stage is None or lines.number(stage) == 0
         lines.expect_number("round", number, len(rounds) - (not fresh))
         if fresh:
@@ -288,8 +299,10 @@ def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]
             lines.expect_number("stage", stage, len(rounds[-1]))
             kept, where = lines.choice(checkpoint, Checkpoint), lines.choice(remap or Remap.ATTENTION, Remap)
             groups, layouts = _read_groups(lines, documents), _read_layouts(lines)
-            options = {"offload": offload is not None, "lighter_layers": lines.number(lighter or "0")}
-            rounds[-1].append(StageMicroBatch(groups, kept, remap=where, **options, **layouts))
+            every = layers[len(rounds[-1])] if offload is not None and len(rounds[-1]) < len(layers) else 0
+            counts = every if offloaded is None else lines.number(offloaded), lines.number(lighter or "0")
+            both = layouts.get("attention"), layouts.get("linear")
+            rounds[-1].append(StageMicroBatch(groups, kept, *both, where, *counts))
     return tuple(Round(tuple(work)) for work in rounds)
 
 
@@ -297,11 +310,13 @@ def _read_groups(lines: _Lines, documents: tuple[int, ...]) -> tuple[Group, ...]
     groups = []
     while lines.peek().startswith("group "):
         form = "group ranks 0-7 ulysses 8 ring 1: 12 15[0:4096)"
-        ranks, ulysses, ring, method, proxies, slices, words = lines.match(_GROUP, form).groups()
+        found = lines.match(_GROUP, form).groups()
+        ranks, ulysses, ring, method, proxies, slices, latent, states, words = found
         spans = tuple(_read_span(lines, word, documents) for word in words.split())
         route = None if proxies is None else Route(_read_ranks(lines, proxies), lines.number(slices))
         shape = _read_ranks(lines, ranks), lines.number(ulysses), lines.number(ring)
-        groups.append(Group(*shape, spans, lines.choice(method or Method.RING, Method), route))
+        how = lines.choice(method or Method.RING, Method)
+        groups.append(Group(*shape, spans, how, route, latent is not None, states is not None))
     return tuple(groups)
 
 

@@ -19,7 +19,7 @@ from seqloom.plan import Plan, Sharding
 from seqloom.planners.flex import plan_flex
 from seqloom.planners.hydraulis import Strategy, plan_strategies
 from seqloom.planners.pipeline import plan_pipeline
-from seqloom.planners.recompute import with_lighter_layers, without_lighter_layers
+from seqloom.planners.recompute import with_layer_choices, without_layer_choices
 from seqloom.planners.remap import with_remapping
 from seqloom.planners.uniform import adaptive_and_static
 from seqloom.planners.zones import plan_zones
@@ -68,7 +68,7 @@ def plan_auto(
         with suppress(SeqloomError):  # its degrees are powers of two: it may refuse what the others hold
             candidates.append(plan_flexsp(lengths, cost, seed=seed))
     best = best_of([*candidates, *known], cost)
-    return best_of([best, with_remapping(without_lighter_layers(best), cost)], cost)
+    return best_of([best, with_remapping(without_layer_choices(best), cost)], cost)
 
 
 def best_of(plans: Iterable[Plan], cost: CostModel) -> Plan:
@@ -76,4 +76,4 @@ def best_of(plans: Iterable[Plan], cost: CostModel) -> Plan:
 
     The first of equals.
     """
-    return min((with_lighter_layers(plan, cost) for plan in plans), key=lambda plan: predicted_ns(plan, cost))
+    return min((with_layer_choices(plan, cost) for plan in plans), key=lambda plan: predicted_ns(plan, cost))

@@ -105,7 +105,8 @@ def method_name(shape: GroupShape) -> str:
         return "whole"
     parts = [f"ulysses {shape.ulysses}"] if shape.ulysses > 1 else []
     parts += [f"{shape.method.value} {shape.ring}"] if shape.ring > 1 else []
-    return " x ".join(parts) + (", routed" if shape.routed else "")
+    kinds = {"routed": shape.routed, "latents": shape.latent, "states": shape.states}
+    return ", ".join([" x ".join(parts), *(name for name, holds in kinds.items() if holds)])
 
 
 def explain(plan: Plan, cost: CostModel) -> Explanation:
@@ -151,7 +152,7 @@ def _priced_documents(
     work: StageMicroBatch, policy: MemoryPolicy, round_ns: int, cost: CostModel
 ) -> Iterator[DocumentClass]:
     """Every span of a round as a class of its own: where it is, and what it costs there and elsewhere."""
-    shapes_of = [GroupShape(g.ulysses, g.ring, g.method, g.route is not None) for g in work.groups]
+    shapes_of = [GroupShape.of(group) for group in work.groups]
     grouped = zip(work.groups, shapes_of, strict=True)
     spans = [(span.tokens, shape, group) for group, shape in grouped for span in group.spans]
     used = {shape for _, shape, _ in spans}

@@ -19,7 +19,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
-from seqloom.errors import SeqloomError, drop_longer
+from seqloom.errors import MemoryBudgetError, drop_longer
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, sort_groups
 from seqloom.planners.loops import NEVER, BatchTables
@@ -56,15 +56,14 @@ class BatchProblem:
         """Whether the largest group holds the longest document."""
         return bool(self.tables.tokens.max() <= self.tables.degree.max() * self.tables.capacity)
 
-    def too_long(self) -> SeqloomError:
+    def too_long(self) -> MemoryBudgetError:
         """The error that names the document beyond the largest group's memory, and the way out."""
         longest = int(self.tables.tokens.argmax())
         most = int(self.tables.degree.max())
         held = most * self.tables.capacity // self.cost.pad_multiple * self.cost.pad_multiple
-        return SeqloomError(
+        return MemoryBudgetError(
             f"sequence {longest} has {self.lengths[longest]} tokens, but the largest group ({most} GPUs x "
-            f"{self.tables.capacity} tokens) holds {held}; {drop_longer(held)}, "
-            "raise the memory budget or use more GPUs"
+            f"{self.tables.capacity} tokens) holds {held}; {drop_longer(held)}, {self.cost.ways_out}"
         )
 
     def checkpoint(self, groups: Sequence[GroupPlacement]) -> Checkpoint:

@@ -15,9 +15,10 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.describe import Batch
-from seqloom.errors import SeqloomError, unknown_name
-from seqloom.plan import Plan
-from seqloom.planners.recompute import with_lighter_layers
+from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
+from seqloom.plan import Plan, Sharding
+from seqloom.planners.recompute import with_layer_choices
+from seqloom.simulate import predicted_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +172,38 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
     """Plan one batch, int64[n] tokens, with the planner of that name and its options; the plan is validated.
 
     The seed starts the pseudo-random choices of planners that make any. Whoever plans, layers recompute as little as
-    memory allows.
+    memory allows, and store activations in host memory as the cost model's `offload` says.
     """
     spec, given = parse_planner(name)
+    array = Batch.of(lengths).lengths
     if spec.seeded:
         given["seed"] = seed
-    plan = with_lighter_layers(spec.load()(Batch.of(lengths).lengths, cost, **given, **options), cost)
+
+    def plan_under(own: CostModel) -> Plan:
+        return with_layer_choices(spec.load()(array, own, **given, **options), own)
+
+    may_offload = cost.may_offload and not spec.makes_stages  # pipelines offload by themselves
+    plan = _with_offload(plan_under, array, cost) if may_offload else plan_under(cost)
     plan.validate()
     return plan
+
+
+def _with_offload(plan_under: Callable[[CostModel], Plan], lengths: np.ndarray, cost: CostModel) -> Plan:
+    """Plan with activations in host memory where nothing else holds the batch, or where that is faster, as allowed.
+
+    Under free sharding pipelines may hold what one stage does not.
+    """
+    if cost.offload is True:
+        plans = [plan_under(cost)] if cost.holds(lengths) else []
+        return min([*plans, plan_under(cost.with_offload())], key=lambda plan: predicted_ns(plan, cost))
+    if cost.sharding != Sharding.FREE:
+        return plan_under(cost.holding(lengths))
+    try:
+        return plan_under(cost)
+    except MemoryBudgetError:
+        if cost.holds(lengths) or not cost.with_offload().holds(lengths):
+            raise
+        return plan_under(cost.with_offload())
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +255,8 @@ def plan_batches(
     if "static" in options:
         from seqloom.planners.uniform import fastest_static_degree
 
-        options["static"] = {"degree": fastest_static_degree(batches, cost)}
+        longest = [int(batch.max()) for batch in batches]
+        options["static"] = {"degree": fastest_static_degree(batches, cost.holding(longest))}
     for name in names:  # load modules before the clock runs
         if parse_planner(name)[0].quick and len(batches):
             make_plan(name, batches[0][:2], cost, seed=seed, **options[name])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.packing import best_fit_decreasing
 from seqloom.planners.problem import BatchProblem, GroupPlacement, PlacedRounds, fitting_problems
@@ -121,9 +121,9 @@ def holding_degrees(problems: Sequence[BatchProblem], longest: int) -> list[int]
     degrees = np.unique(tables.degree)
     holding = degrees[degrees * most >= tokens].tolist()
     if not holding:
-        raise SeqloomError(
+        raise MemoryBudgetError(
             f"no group holds a sequence of {longest} tokens: the largest has {degrees[-1]} GPUs x {most} tokens; "
-            f"lower the longest sequence to {int(degrees[-1]) * most}, raise the memory budget or use more GPUs"
+            f"lower the longest sequence to {int(degrees[-1]) * most}, {problems[0].cost.ways_out}"
         )
     return holding
 

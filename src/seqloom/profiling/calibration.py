@@ -26,6 +26,7 @@ from seqloom.attention.kernels.dispatch import KernelTimes, TimePoint, default_d
 from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, with_profile
+from seqloom.cost.compute import OPTIMISER_TRAFFIC
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links, require_analytic
 from seqloom.cost.shapes import candidate_shapes
 from seqloom.describe import ModelSpec
@@ -40,8 +41,8 @@ from seqloom.planners.problem import build_plan
 from seqloom.profiling.kernels import TimingSettings, synchronize, time_kernels
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.config import Optimiser
-from seqloom.train.model import prepare_layers, shard_parameters
-from seqloom.train.optim import make_optimiser
+from seqloom.train.host_adamw import cpu_threads, threads_of_rank
+from seqloom.train.model import make_sharded_optimiser, prepare_layers, shard_parameters
 from seqloom.train.trainer import gather_values
 
 REPEATS, TURNS = 3, 3
@@ -52,6 +53,10 @@ KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_0
 """Documents whose kernels are timed; the shortest gives the cost per document, whatever its length."""
 MESSAGE_BYTES = (1 << 12, 1 << 22)
 """Messages whose times give a link's latency and bandwidth."""
+HOST_COPY_BYTES = 1 << 28
+"""Bytes of a copy between a GPU and its host."""
+UPDATED_ELEMENTS = 1 << 26
+"""Parameters whose update on CPUs is timed."""
 MATMUL_TOKENS = 2048
 """Rows of the matrix products."""
 START_US = {
@@ -165,6 +170,14 @@ class Calibrator:
         sources |= {"round_us": "in layer_us", "overlap": "0: traffic is fitted as what does not hide"}
         if self.device.type == "cpu":
             changes["gathered_us"], sources["gathered_us"] = START_GATHERED_US, fitted
+        else:
+            self._mean(0.0)  # all ranks begin together
+            changes["host_gb_s"] = self._mean(host_copy_gb_s(self.device))
+            sources["host_gb_s"] = f"measured with pinned memory, the slower direction, {ranks}"
+            self._mean(0.0)
+            with cpu_threads(threads_of_rank(self.cost.node_size)):
+                changes["host_memory_gb_s"] = self._mean(host_update_gb_s()) * self.cost.node_size
+            sources["host_memory_gb_s"] = f"measured with updates of AdamW on CPUs, {ranks}"
         changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | sources}
         return replace(self.given, **changes, **START_US)
 
@@ -244,6 +257,35 @@ def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> 
     return flops / seconds / 1e12
 
 
+def host_copy_gb_s(device: torch.device, size: int = HOST_COPY_BYTES) -> float:
+    """GB/s of this rank between a device and pinned host memory, in the slower direction."""
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    here = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    seconds = []
+    for target, source in ((here, there), (there, here)):
+        times = []
+        for _ in range(REPEATS + 1):
+            synchronize(device)
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            synchronize(device)
+            times.append(time.perf_counter() - begin)
+        seconds.append(statistics.median(times[1:]))
+    return size / max(seconds) / 1e9
+
+
+def host_update_gb_s(elements: int = UPDATED_ELEMENTS) -> float:
+    """GB/s of memory that this rank's CPUs read and write while AdamW updates float32 parameters on them."""
+    parameter = torch.nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.ones(elements)
+    optimiser, times = torch.optim.AdamW([parameter], fused=True), []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        optimiser.step()
+        times.append(time.perf_counter() - begin)
+    return OPTIMISER_TRAFFIC * elements / statistics.median(times[1:]) / 1e9
+
+
 def _curve(points: Sequence[TimePoint], spec: ModelSpec, area: float) -> Curve:
     """Throughput from times, less the cost per document; ``area``: in causal documents of the same length."""
     shortest, *others = points
@@ -276,7 +318,7 @@ class StepTimer:
         compute_dtype = None if dtype == torch.float32 else dtype
         self._parameters = shard_parameters(adapter, transport, stages, cost, compute_dtype)
         self._settings = Optimiser()
-        self._optimiser = make_optimiser(self._parameters.master_weights(), self._settings)
+        self._optimiser = make_sharded_optimiser(self._parameters, cost, self._settings)
         self.last_result: StepResult | None = None  # of the last step, on this rank
 
     def bind(self, plan: Plan) -> RankPlan:
@@ -387,7 +429,7 @@ def describe_trial(plan: Plan) -> str:
     first, length = groups[0], plan.documents[0]
     unit = "rounds" if first.spans[0].tokens == length else "pieces"
     more = f", {len(rounds)} {unit}" if len(rounds) > 1 else ""
-    shape = GroupShape(first.ulysses, first.ring, first.method)
+    shape = GroupShape.of(first)._replace(routed=False)
     return f"{len(groups)} of {shape}, each {len(first.spans)} x {length} tokens{more}"
 
 

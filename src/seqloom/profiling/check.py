@@ -14,13 +14,18 @@ import numpy as np
 
 from seqloom.api import Evaluation, evaluate
 from seqloom.cost import CostModel
+from seqloom.cost.engines import AnalyticEngine
+from seqloom.cost.memory import OPTIMISER_BYTES
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source
 from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
+from seqloom.planners.recompute import offloaded_counts, without_offload
 from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.planners.uniform import fastest_static_degree
+from seqloom.simulate import predicted_ns
+from seqloom.simulate.memory import peak_host_memory
 from seqloom.train.config import Config
 from seqloom.train.setup import Describe, RunPlanners, RunSetup, make_sampler, open_documents
 
@@ -89,6 +94,57 @@ class PredictedSteps:
         return int(np.argmax(self.step_ns))
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadedSteps:
+    """What the sampled steps keep in host memory between forward and backward, and what the copies cost."""
+
+    steps: int  # that offload some layers
+    layers: int  # of a micro-batch on a stage, at most
+    host_bytes: int  # of activations of a rank, at most
+    copies_ns: int  # by which these steps are longer for the copies
+    step_ns: int  # of these steps
+
+    @classmethod
+    def of(cls, evaluations: Sequence[Evaluation], cost: CostModel) -> OffloadedSteps | None:
+        """Count over some steps; None: none of them offloads anything."""
+        counts = [offloaded_counts(each.plan) for each in evaluations]
+        offloading = [each for each, found in zip(evaluations, counts, strict=True) if any(found)]
+        if not offloading:
+            return None
+        times = [each.simulation.step_ns for each in offloading]
+        return cls(
+            steps=len(offloading),
+            layers=max(max(found, default=0) for found in counts),
+            host_bytes=max(int(each.simulation.peak_host_memory.max()) for each in offloading)
+            - optimiser_bytes(offloading, cost),
+            copies_ns=sum(times) - sum(predicted_ns(without_offload(each.plan), cost) for each in offloading),
+            step_ns=sum(times),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedOptimiser:
+    """Master weights and moments in host memory, and what updating them there, or from there, costs."""
+
+    host_bytes: int  # of a rank, at most
+    update_ns: int  # of a step
+    update_on_host: bool  # by the CPUs, not on the device
+
+    @classmethod
+    def of(cls, evaluations: Sequence[Evaluation], cost: CostModel) -> OffloadedOptimiser | None:
+        """Measure by the plans of some steps; None: the optimiser is on the device."""
+        if not cost.offload_optimiser or not isinstance(cost.engine, AnalyticEngine):
+            return None
+        size = optimiser_bytes(evaluations, cost)
+        update_ns = min(cost.engine.offloaded_update_ns(size / OPTIMISER_BYTES).values())
+        return cls(size, round(update_ns), cost.updates_on_host)
+
+
+def optimiser_bytes(evaluations: Sequence[Evaluation], cost: CostModel) -> int:
+    """Bytes of the optimiser in the host memory of a rank, at most."""
+    return int(peak_host_memory(without_offload(evaluations[0].plan), cost).max())
+
+
 def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe | None = None) -> RunCheck:
     """Open and count what a run on `ranks` processes reads, and refuse what it would refuse; no step is planned.
 
@@ -118,6 +174,7 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPl
         except SeqloomError as error:
             raise SeqloomError(f"{name}: document {document}: {error}") from None
         return
+    cost = cost.holding(length)
     degree = max(shape.degree for shape in cost.shapes)
     capacity = max(cost.capacity(policy) for policy in cost.policies)
     most = degree * capacity // cost.pad_multiple * cost.pad_multiple
@@ -125,7 +182,7 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPl
         raise SeqloomError(
             f"{name}: document {document} has {length[0]:,} tokens, but the largest group ({degree} "
             f"ranks x {capacity:,} tokens) holds {most:,}; set data.max_length to {most} with data.too_long 'truncate' "
-            "or 'drop', raise plan.capacity or plan.budget_gib, or use more ranks"
+            f"or 'drop', raise plan.capacity if it is set, {cost.ways_out}"
         )
 
 
@@ -152,7 +209,8 @@ def predict_steps(run: RunCheck, progress: Progress | None = None) -> list[Predi
     predictions = [_predict(planner, fallback, lengths, cost, progress)]
     if run.has_baseline:
         if fallback == PlannerChoice("static"):
-            fallback = PlannerChoice(f"static:{fastest_static_degree(lengths, cost)}")
+            longest = [int(batch.max()) for batch in lengths]
+            fallback = PlannerChoice(f"static:{fastest_static_degree(lengths, cost.holding(longest))}")
         predictions.append(_predict(fallback, fallback, lengths, cost, progress))
     return predictions
 

@@ -14,123 +14,25 @@ that of the rank that works longest, so a component's forward and backward are e
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, MemoryPolicy
-from seqloom.cost.memory import offload_ns
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.forward_backward import FULL_SHARE, computing_ns, scale, share_between
 from seqloom.cost.plan_cost import (
     RoundTimes,
-    columns,
+    component_passes,
     group_table,
     round_components,
     round_times,
     step_overhead,
     sums_before,
-    tokens_on_ranks,
 )
 from seqloom.cost.resharding import exposed_reshard_ns, unshard_times_by_stage
-from seqloom.cost.shapes import COST_COLUMNS, STREAMS
-from seqloom.plan import ActionKind, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
-
-# -- forward, input half and weight half of a time ------------------------------
-
-COMPUTING = columns(name for name in STREAMS[0] if name not in ("ulysses", "kv_gather", "remap", "tensor"))
-"""Columns in which the GPU computes; the rest of a rank's time is exposed communication."""
-_UNITS = 1260  # divisible by 2, 3, 4, 5, 7 and 9: shares are integers
-_SHARES = {  # forward of forward and backward, under checkpoint none, selective, full: recomputing is backward
-    "linear": (1 / 3, 1 / 4, 1 / 4),  # backward is twice forward
-    "head": (1 / 3, 1 / 3, 1 / 3),  # never recomputed
-    "attention": (2 / 7, 2 / 7, 2 / 9),  # backward is 2.5 times forward
-    "steps": (1 / 2, 1 / 2, 1 / 3),
-    "ulysses": (1 / 2, 2 / 5, 1 / 3),  # two exchanges in forward, two in backward, and those that are repeated
-    "ring": (1 / 4, 1 / 4, 1 / 5),  # K and V travel in both; dK and dV in backward, in float32
-    "kv_gather": (1 / 4, 1 / 4, 1 / 5),
-    "remap": (1 / 2, 2 / 5, 1 / 3),
-    "tensor": (1 / 2, 1 / 3, 1 / 3),  # recomputing repeats a whole forward
-    "gather": (1 / 2, 1 / 2, 1 / 2),  # once for forward and once for backward; gradients are reduced in backward
-    "network": (1 / 3, 1 / 3, 1 / 3),
-    "fixed": (1 / 2, 1 / 2, 1 / 3),
-}
-_COLUMN = {Checkpoint.SELECTIVE: 1, Checkpoint.FULL: 2, Checkpoint.STAGE: 2}
-FORWARD = {c: [round(_UNITS * _SHARES.get(n, (0, 0, 0))[_COLUMN.get(c, 0)]) for n in COST_COLUMNS] for c in Checkpoint}
-"""Share of each column that is forward, in units of 1/1260, by checkpoint."""
-
-_BITS = 20  # shares of a time are in units of 2**-20: products with times up to 2**43 ns (two hours) stay in int64
-FULL_SHARE = 1 << _BITS
-
-
-def computing_ns(parts: np.ndarray) -> np.ndarray:
-    """int64[ranks]: ns in which the GPU computes."""
-    return parts[:, COMPUTING].sum(axis=1)
-
-
-def forward_shares(work: StageMicroBatch, layers: LayerRange) -> np.ndarray:
-    """int64[len(COST_COLUMNS)]: share of each column that is forward, in units of 1/1260.
-
-    A forward takes as long whatever is recomputed. So where some layers recompute less, shares mix by their inverses.
-    """
-    heavy = np.array(FORWARD[work.checkpoint])
-    if not work.lighter_layers or work.checkpoint.lighter is None:
-        return heavy
-    light, count = np.array(FORWARD[work.checkpoint.lighter]), layers.stop - layers.first
-    return heavy * light * count // np.maximum(1, (count - work.lighter_layers) * light + work.lighter_layers * heavy)
-
-
-def forward_ns(parts: np.ndarray, total: np.ndarray, forward: np.ndarray | Sequence[int]) -> np.ndarray:
-    """int64[ranks]: ns of the forward of ranks that take `total` ns, by the shares of the columns that are `forward`.
-
-    Its longest stream, as far as the backward keeps room for its own computing: a gather that does not fit behind the
-    forward is hidden by the backward.
-    """
-    early = parts * np.asarray(forward) // _UNITS
-    compute, ring, network = (early[:, columns(stream)].sum(axis=1) for stream in STREAMS)
-    ring = np.where(parts[:, COST_COLUMNS.index("ring")] > 0, ring, 0)
-    late = computing_ns(parts) - computing_ns(early)
-    return np.minimum(np.maximum(np.maximum(compute, ring), network), total - late)
-
-
-def weights_ns(parts: np.ndarray, forward: np.ndarray | Sequence[int], matmul_share: float) -> np.ndarray:
-    """int64[ranks]: ns of the weight half of the backward: as many matrix products as the forward of linear layers has.
-
-    The head's are not among them: its chunks of logits are gone after the input half.
-    """
-    linear = COST_COLUMNS.index("linear")
-    products = parts[:, linear] * forward[linear] // _UNITS
-    return products * round(matmul_share * (1 << 16)) >> 16
-
-
-def forward_and_weight_cuts(
-    parts: np.ndarray, load: np.ndarray, forward: np.ndarray | Sequence[int], matmul_share: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where forward ends and the weight half begins, as shares of 2**-20, of ranks with these parts and this time."""
-    ends, weights = (
-        (time << _BITS) // np.maximum(load, 1)
-        for time in (forward_ns(parts, load, forward), weights_ns(parts, forward, matmul_share))
-    )
-    return ends, np.maximum(FULL_SHARE - weights, ends)
-
-
-def extend_for_offload(
-    length: np.ndarray, forward: np.ndarray, weights: np.ndarray, copy_ns: int | np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(length, forward, weights) with forward and the input half not shorter than the copy that runs beside each."""
-    ends = [length * share >> _BITS for share in (forward, weights)]
-    early = np.maximum(ends[0], copy_ns)
-    late = early + np.maximum(ends[1] - ends[0], copy_ns)
-    longer = late + length - ends[1]
-    if np.array_equal(longer, length):
-        return length, forward, weights
-    return longer, -(-(early << _BITS) // np.maximum(longer, 1)), -(-(late << _BITS) // np.maximum(longer, 1))
-
-
-def share_between(time: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """The part of a time from one share to another, in units of 2**-20; parts that follow each other add up."""
-    return (time * high >> _BITS) - (time * low >> _BITS)
-
+from seqloom.plan import ActionKind, LayerRange, Pipeline, Plan, StageMicroBatch
 
 # -- one micro-batch on one stage -----------------------------------------------
 
@@ -186,16 +88,8 @@ class MicroBatchTimes:
 
         Offloaded activations are copied to host memory behind the forward, and back behind the backward.
         """
-        rank, group, load = times.member_rank, times.member_group, times.rank_ns
-        member = component[rank]
-        slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
-        forward = forward_shares(work, layers)
-        cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], forward, cost.engine.matmul_share)
-        copy_ns, stage_layers = 0, layers.stop - layers.first
-        if work.offload and stage_layers < layers.model_layers:
-            held = cost.memory.activation_bytes(layers, work.checkpoint, offload=False).held
-            copy_ns = offload_ns(held * int(tokens_on_ranks(cost, work).max()))
-        length, forward, weights = extend_for_offload(times.component_ns(component), *cuts, copy_ns)
+        rank, group = times.member_rank, times.member_group
+        length, forward, weights = component_passes(cost, work, layers, times, component)
         degrees = np.array([*(len(each.ranks) for each in work.groups), 1])  # the last: ranks without a group
         before = sums_before(rank, times.member_ns)
         return cls(
@@ -205,11 +99,11 @@ class MicroBatchTimes:
             before=before,
             total=times.member_ns,
             comm=_exposed(times, before),
-            component=member,
+            component=component[rank],
             length=length,
             forward=forward,
             weights=weights,
-            split_overhead=cost.engine.split_overhead_ns(stage_layers),
+            split_overhead=cost.engine.split_overhead_ns(layers.stop - layers.first),
             shard_groups=tuple(map(tuple, joined)),
             nic=times.nic_ns,
             link=times.link_ns,
@@ -218,7 +112,7 @@ class MicroBatchTimes:
     def scaled(self, share: int) -> MicroBatchTimes:
         """All times multiplied with a share in units of 2**-20."""
         times = ("before", "total", "comm", "length", "split_overhead")
-        return replace(self, **{name: getattr(self, name) * share >> _BITS for name in times})
+        return replace(self, **{name: scale(getattr(self, name), share) for name in times})
 
     def action(self, kind: ActionKind) -> ActionTimes:
         """Times of F, B, I or W.
@@ -323,10 +217,10 @@ class IdenticalStages:
             return stage, number
         layers, first = self.layers[stage], self.first_rank[stage]
         groups = tuple(
-            (group.ranks[0] - first, group.ranks[-1] - first, group.ulysses, group.ring, group.method, group.spans)
+            (group.ranks[0] - first, group.ranks[-1] - first, GroupShape.of(group), group.spans)
             for group in work.groups
         )
-        return layers.stop - layers.first, layers.has_head, work.offload, stage in self.unsharded, groups
+        return layers.stop - layers.first, layers.has_head, work.offloaded_layers, stage in self.unsharded, groups
 
     def moved(self, times: MicroBatchTimes, stage: int, other: int) -> MicroBatchTimes:
         """The times of a stage on the ranks of an identical one."""

@@ -10,7 +10,7 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.simulate.events import EventTable, NicTable, event_table, nic_table
-from seqloom.simulate.memory import peak_memory
+from seqloom.simulate.memory import peak_host_memory, peak_memory
 from seqloom.simulate.microbatch import FULL_SHARE, MicroBatchKey, MicroBatchTimes, end_ns, price
 from seqloom.simulate.tasks import TaskGraph, build_tasks
 
@@ -55,6 +55,7 @@ class Simulation:
     comm_ns: np.ndarray  # int64[ranks] exposed communication
     idle_ns: np.ndarray  # int64[ranks]
     peak_memory: np.ndarray  # int64[ranks] bytes
+    peak_host_memory: np.ndarray  # int64[ranks] bytes of activations, and of the optimiser, in host memory
     nic_busy_ns: np.ndarray  # int64[nodes, nics] with exchanges of groups and remapping, not parameters and gradients
     link_busy_ns: np.ndarray  # int64[ranks] the same of every rank's NVLink port
     nics: NicTable
@@ -111,6 +112,7 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
         comm_ns=comm,
         idle_ns=idle,
         peak_memory=peak_memory(plan, cost),
+        peak_host_memory=peak_host_memory(plan, cost),
         nic_busy_ns=sum((batch.nic for batch in graph.times.values()), nics),
         link_busy_ns=sum((batch.link for batch in graph.times.values()), np.zeros(cost.ranks, dtype=np.int64)),
         nics=nic_table(graph, starts, cost.node_size),

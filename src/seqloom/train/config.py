@@ -177,6 +177,11 @@ class Planning:
     """Memory of a rank that a plan may use; None: the profile's, or 0.9 of the device's."""
     capacity: Positive | None = None
     """Tokens of a rank in a round, at most; None: as many as the memory holds."""
+    offload: Annotated[bool, Strict()] | Literal["auto"] = "auto"
+    """Whether layers may store activations in host memory: true, where that is predicted to be faster; auto, in steps
+    that fit in no other way; false, never. Pipelines do it where recomputing is not enough, unless it is false."""
+    host_gib: PositiveReal | None = None
+    """Host memory of a rank that plans may use; None: its share of what the cluster says of a node, if it does."""
     ahead: Count = 2
     """Steps that are planned ahead in the background; 0: each when it is due."""
 
@@ -223,6 +228,8 @@ class Optimiser:
     """The gradient is scaled down to this norm where it is above; 0: never."""
     expert_bias_rate: Real = 0.0
     """How far a step moves the correction bias of an expert towards equal loads (DeepSeek V3); 0: it stays."""
+    offload: Annotated[bool, Strict()] | Literal["auto"] = "auto"
+    """Master weights and moments in host memory; auto: if the longest document, or the model, fits in no other way."""
 
 
 @_checked

@@ -182,15 +182,15 @@ def load_alike(config: Config, job_rank: JobRank, model_family: ModelFamily = RE
         try:
             setup = load(for_launched_ranks(config, job_ranks, shares_gpu()))
             strategies = strategies_to_json(setup.choices.strategies) if setup.choices.strategies else None
-            told = [(setup.choices.stages, strategies, _identity(setup))]
+            told = [(setup.choices.stages, strategies, setup.choices.offload_optimiser, _identity(setup))]
         except SeqloomError as error:  # all ranks refuse together and none waits
             told = [str(error)]
     dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
     if isinstance(told[0], str):
         raise SeqloomError(told[0])
-    stages, strategies, first = told[0]
+    stages, strategies, offload_optimiser, first = told[0]
     if setup is None:
-        choices = RunChoices(stages, strategies_from_json(strategies) if strategies else ())
+        choices = RunChoices(stages, strategies_from_json(strategies) if strategies else (), offload_optimiser)
         setup = load(for_launched_ranks(config, job_ranks, shares_gpu()), choices=choices)
     mine, differences = _identity(setup), [None] * ranks
     other = next((name for name in first if mine.get(name) != first[name]), None)

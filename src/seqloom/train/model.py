@@ -34,7 +34,9 @@ from seqloom.params.interface import ParameterShard
 from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.checkpoint import atomic_folder
-from seqloom.train.config import Config
+from seqloom.train.config import Config, Optimiser
+from seqloom.train.host_adamw import threads_of_rank
+from seqloom.train.optim import make_optimiser
 from seqloom.train.setup import Describe, load_model_spec
 
 BuildModel = Callable[[Config, torch.device, torch.dtype], ModelAdapter]
@@ -119,19 +121,29 @@ def shard_parameters(
     """Shard the parameters over all ranks, or every stage's over its ranks; under free sharding plans move them.
 
     Values, the same on all ranks, are read while they are cut. `stages` are those of all plans of the run, `compute` is
-    the dtype of layers where it is not that of parameters.
+    the dtype of layers where it is not that of parameters. Masters are where the cost model has the optimiser.
     """
+    options = {"param_dtype": compute, "offload_optimiser": cost.offload_optimiser}
     parameters: Parameters
     if cost.sharding == Sharding.FREE:
-        parameters = ReshardingParameters(adapter, transport, param_dtype=compute)
+        parameters = ReshardingParameters(adapter, transport, **options)
     elif len(stages) > 1:
         placement = Placement(tuple(stages), cost.sharding, cost.node_size)
-        parameters = PipelineFSDP(adapter, transport, placement, param_dtype=compute)
+        parameters = PipelineFSDP(adapter, transport, placement, **options)
     else:
-        parameters = FSDPParameters(adapter, transport, cost.sharding, node_size=cost.node_size, param_dtype=compute)
+        parameters = FSDPParameters(adapter, transport, cost.sharding, node_size=cost.node_size, **options)
     if adapter.deferred is not None:
         adapter.deferred.close()
     return parameters
+
+
+def make_sharded_optimiser(parameters: Parameters, cost: CostModel, settings: Optimiser) -> torch.optim.AdamW:
+    """Make the optimiser of sharded parameters, where the cost model has it, updated where that costs least."""
+    masters = parameters.master_weights()
+    if not cost.offload_optimiser:
+        return make_optimiser(masters, settings)
+    options = {"update_on_host": cost.updates_on_host, "threads": threads_of_rank(cost.node_size)}
+    return make_optimiser(masters, settings, shards=parameters.device_shards(), **options)
 
 
 def gather_state_dict(

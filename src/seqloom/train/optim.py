@@ -1,4 +1,4 @@
-"""AdamW over named parameters, the learning rate, and the optimiser's state by parameter name.
+"""AdamW over named parameters, on the device or in host memory, the learning rate, and state by parameter name.
 
 The learning rate is a pure function of the step, so a resumed run needs no state of it.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
+from seqloom.train.host_adamw import HostAdamW
 
 if TYPE_CHECKING:
     from seqloom.train.config import Optimiser, Schedule
@@ -24,20 +25,32 @@ _FUSED = ("cpu", "cuda")
 """Devices where torch updates all parameters in one kernel."""
 
 
-def make_optimiser(parameters: Mapping[str, nn.Parameter], settings: Optimiser) -> torch.optim.AdamW:
-    """Make AdamW over full tensors or shards: matrices with weight decay, all others (norms, biases) without."""
+def make_optimiser(
+    parameters: Mapping[str, nn.Parameter],
+    settings: Optimiser,
+    *,
+    shards: Mapping[str, nn.Parameter] | None = None,
+    update_on_host: bool = False,
+    threads: int | None = None,
+) -> torch.optim.AdamW:
+    """Make AdamW over full tensors or shards: matrices with weight decay, all others (norms, biases) without.
+
+    Args:
+        parameters: master weights by name.
+        shards: what the device has of them, where they are in host memory; None: they are on the device.
+        update_on_host, threads: see `HostAdamW`.
+    """
     if not parameters:
         raise SeqloomError("no parameter is to be trained; unfreeze some, or choose another model")
     matrices = [(name, parameter) for name, parameter in parameters.items() if parameter.ndim >= 2]
     others = [(name, parameter) for name, parameter in parameters.items() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=all(parameter.device.type in _FUSED for parameter in parameters.values()),
-    )
+    groups = [group for group in groups if group["params"]]
+    rates: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    if shards is not None:
+        return HostAdamW(groups, shards, update_on_host=update_on_host, threads=threads, **rates)
+    fused = all(parameter.device.type in _FUSED for parameter in parameters.values())
+    return torch.optim.AdamW(groups, fused=fused, **rates)
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:

@@ -17,7 +17,7 @@ from seqloom.cost import CostModel
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.huggingface import position_rows
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.packing import choose_levels, hbp
 from seqloom.plan import Plan, Sharding, Stage
 from seqloom.planners.hydraulis import (
@@ -50,17 +50,18 @@ Describe = Callable[[Config], ModelSpec]
 
 @dataclass(frozen=True, slots=True)
 class RunChoices:
-    """What a config leaves open: the number of stages where it says "auto", and the proposed strategies."""
+    """What a config leaves open: stages and the place of the optimiser where it says "auto", proposed strategies."""
 
     stages: int
     strategies: tuple[Strategy, ...]
+    offload_optimiser: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunSetup:
     """Everything a run needs before ranks connect, the same on all ranks."""
 
-    config: Config  # with a number of stages in the place of "auto"
+    config: Config  # with a number of stages, and a place of the optimiser, where it says "auto"
     spec: ModelSpec  # shapes of the model
     source: Source  # documents of training
     sampler: Sampler  # at its beginning
@@ -85,11 +86,15 @@ class RunSetup:
                 "a causal model, or train this one in a loop of your own, with a label for what each position hides"
             )
         source = open_documents(config.data.source, config, spec)
-        cost = make_cost_model(config, spec, ranks, int(source.lengths.max()))
+        longest = int(source.lengths.max())
+        offload = choices.offload_optimiser if choices else choose_optimiser_offload(config, spec, ranks, longest)
+        config = replace(config, optimiser=replace(config.optimiser, offload=offload))
+        cost = make_cost_model(config, spec, ranks, longest)
         sampler = make_sampler(config, source, cost)
         if choices is None:
             batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
-            choices = RunChoices(choose_stages(config, cost, batches), load_strategies(config, cost, source.lengths))
+            stages, strategies = choose_stages(config, cost, batches), load_strategies(config, cost, source.lengths)
+            choices = RunChoices(stages, strategies, offload)
         stages = choices.stages
         planners = RunPlanners.load(config, cost, stages, choices.strategies)
         config = replace(config, pipeline=replace(config.pipeline, stages=stages) if stages > 1 else Pipelining())
@@ -98,7 +103,8 @@ class RunSetup:
     @property
     def choices(self) -> RunChoices:
         """What was chosen for this run."""
-        return RunChoices(int(self.config.pipeline.stages), self.planners.strategies)
+        stages, strategies = int(self.config.pipeline.stages), self.planners.strategies
+        return RunChoices(stages, strategies, self.cost.offload_optimiser)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same on all ranks, by name: config, model, documents and cost model."""
@@ -186,8 +192,43 @@ def make_cost_model(config: Config, spec: ModelSpec, ranks: int, longest: int) -
     if stages == "auto" or plan.sharding == Sharding.FREE:
         stages = 2  # perhaps only a pipeline holds the model
     memory = (plan.budget_gib, config.data.max_length or longest, plan.capacity)
-    options = {"stages": int(stages), "float8": config.model.float8}
+    options = {"stages": int(stages), "float8": config.model.float8, "offload": plan.offload, "host_gib": plan.host_gib}
+    options["offload_optimiser"] = config.optimiser.offload is True
     return CostModel(cluster, spec, plan.profile, plan.sharding, *memory, **options)
+
+
+def choose_optimiser_offload(config: Config, spec: ModelSpec, ranks: int, longest: int) -> bool:
+    """Return whether master weights and moments go to host memory, for a run with a `longest` document in tokens.
+
+    For "auto": if the model or that document fits in no other way, and fits then. A CPU would gain nothing.
+    """
+    wanted = config.optimiser.offload
+    if wanted != "auto":
+        return bool(wanted)
+    for offload in (False, True):
+        own = replace(config, optimiser=replace(config.optimiser, offload=offload))
+        try:
+            cost = make_cost_model(own, spec, ranks, longest)
+            if cost.cluster.device.name == "CPU":
+                return False
+            _plan_longest(own, cost, longest)
+        except MemoryBudgetError:
+            continue
+        except SeqloomError:  # whatever else is wrong with the run is said where it belongs
+            return False
+        return offload
+    return False
+
+
+def _plan_longest(config: Config, cost: CostModel, longest: int) -> None:
+    """Raise MemoryBudgetError unless some plan of a run holds a document of so many tokens."""
+    document, stages = np.array([longest]), config.pipeline.stages
+    if stages == 1 and cost.holding(document).holds(document):
+        return
+    if stages == "auto":
+        choose_stages(config, cost, [document])
+    else:
+        RunPlanners.load(config, cost, int(stages)).planner.plan(document, cost)
 
 
 # ---- Planners

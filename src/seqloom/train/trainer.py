@@ -41,6 +41,7 @@ from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.models.experts import balance_experts
 from seqloom.models.float8 import check_float8
+from seqloom.params.host_masters import copy_to_shards
 from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
@@ -58,11 +59,12 @@ from seqloom.train.model import (
     REFERENCE,
     ModelFamily,
     gather_state_dict,
+    make_sharded_optimiser,
     parameter_dtypes,
     prepare_layers,
     shard_parameters,
 )
-from seqloom.train.optim import check_gradient_norm, learning_rate, make_optimiser, set_learning_rate, state_by_name
+from seqloom.train.optim import check_gradient_norm, learning_rate, set_learning_rate, state_by_name
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
 from seqloom.train.signals import blocked_signals
 
@@ -131,12 +133,12 @@ class Trainer(AbstractContextManager):
         self.adapter = prepare_layers(adapter, **options, split_backward=setup.planners.multi_stage)
         if config.optimiser.expert_bias_rate and not self.adapter.bias_buffers():
             raise SeqloomError(
-                f"optimiser.expert_bias_rate = {config.optimiser.expert_bias_rate}: {type(adapter.module).__name__} has "
-                "no experts with a correction bias; leave it out"
+                f"optimiser.expert_bias_rate = {config.optimiser.expert_bias_rate}: {type(adapter.module).__name__} "
+                "has no experts with a correction bias; leave it out"
             )
         stages = setup.planners.stages
         self.parameters = shard_parameters(self.adapter, self.transport, stages, setup.cost, compute_dtype)
-        self.optimiser = make_optimiser(self.parameters.master_weights(), config.optimiser)
+        self.optimiser = make_sharded_optimiser(self.parameters, setup.cost, config.optimiser)
 
     def __exit__(self, *error: Any) -> None:
         """Close everything that was opened, without waiting for anything after an error."""
@@ -379,7 +381,9 @@ class Trainer(AbstractContextManager):
             path = Path(resume)
         if path is None:
             return 0
-        manifest = self.checkpoints.load(path, model=self._model_state(), optimiser=state_by_name(self.optimiser))
+        state = state_by_name(self.optimiser)
+        manifest = self.checkpoints.load(path, model=self._model_state(), optimiser=state)
+        copy_to_shards(self.parameters.master_weights(), self.parameters.device_shards())
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
         self._evaluation_due = manifest.extra.get("evaluation_due", False)
@@ -488,7 +492,8 @@ def kernel_builds(
     adapter: ModelAdapter, plans: Sequence[Plan], longest: int, dtype: torch.dtype, device: torch.device
 ) -> list[KernelBuild]:
     """Return what the attention of a model compiles for plans like these; `longest` document in tokens."""
-    capacity = max(tokens for plan in plans for _, tokens in plan.limits.capacity)
+    limits = [plan.limits for plan in plans]
+    capacity = max(tokens for own in limits for _, tokens in (*own.capacity, *own.offload_capacity))
     degrees: dict[int, set[tuple[int, int]]] = {}
     for pipeline in (pipeline for plan in plans for pipeline in plan.pipelines):
         for round_ in pipeline.rounds:

@@ -65,7 +65,7 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
 
 
 def recompute_text(current: Round) -> str:
-    """Write the checkpointing of a round, and how many layers have a lighter one: ``selective, 4 layers none``.
+    """Write the checkpointing of a round, and how many layers do something else: ``selective, 4 layers none``.
 
     Nothing where all is kept. Stages that do something else follow after a bar.
     """
@@ -73,7 +73,8 @@ def recompute_text(current: Round) -> str:
     def text(work: StageMicroBatch) -> str:
         parts = [] if work.checkpoint in (Checkpoint.NONE, Checkpoint.PROFILE) else [str(work.checkpoint)]
         parts += [f"{work.lighter_layers} layers {work.checkpoint.lighter}"] if work.lighter_layers else []
-        return ", ".join([*parts, *["offload"] * work.offload])
+        parts += [f"{work.offloaded_layers} layers offloaded"] if work.offload else []
+        return ", ".join(parts)
 
     return " | ".join(filter(None, dict.fromkeys(map(text, current.by_stage))))
 

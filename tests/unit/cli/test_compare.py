@@ -13,6 +13,7 @@ FIGURES = {
     "comm_share",
     "idle_share",
     "peak_memory_gib",
+    "peak_host_memory_gib",
     "plan_hash",
 }
 

@@ -7,7 +7,7 @@ import pytest
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.communication import Communication, GroupTraffic, MessageCounts, group_traffic
-from seqloom.cost.compute import LengthCurve, causal_area, forward_flops
+from seqloom.cost.compute import LengthCurve, causal_area, forward_flops, layer_values
 from seqloom.cost.profile import Curve, Profile
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
@@ -227,6 +227,21 @@ def test_bidirectional_documents_are_full_squares():
     group = Group((0,), 1, 1, (Span(0, 0, 65536),))
     one, two = (CostModel(Cluster.parse("1x8xH200"), spec).group_cost(group, FULL).attention for spec in (causal, both))
     assert 1.5 * one < two < 2.5 * one  # tiles without a mask run faster than causal squares
+
+
+def test_layers_with_wider_heads_compute_and_keep_more():
+    """Half of the layers like those of one model, half like those of another: the mean of both."""
+    narrow = ModelSpec.load("llama3-8b")
+    wide = replace(narrow, head_dim=256, kv_heads=4)
+    mixed = replace(narrow, head_shapes=((8, 128), (4, 256)) * 16)
+    lengths, group = np.array([100, 40_000]), Group((0,), 1, 1, (Span(0, 0, 65536),))
+    flops = [forward_flops(lengths, spec) for spec in (narrow, wide, mixed)]
+    assert flops[2].tolist() == ((flops[0] + flops[1]) / 2).tolist()
+    costs = [CostModel(Cluster.parse("1x8xH200"), spec).group_cost(group, FULL) for spec in (narrow, wide, mixed)]
+    assert costs[2].attention == pytest.approx((costs[0].attention + costs[1].attention) / 2, rel=1e-3)
+    assert costs[2].linear == pytest.approx((costs[0].linear + costs[1].linear) / 2, rel=1e-6)
+    saved = [sum(each.saved for each in layer_values(spec)) for spec in (narrow, wide, mixed)]
+    assert saved[2] == (saved[0] + saved[1]) / 2
 
 
 def test_curve_keeps_flat_throughput():

@@ -1,5 +1,6 @@
 """Memory by counting: parameters of stages, activations by checkpoint, state by sharding, tensor ranks, KV caches."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes, stage_parameters
 from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
 
 HEAVY = (Checkpoint.SELECTIVE, Checkpoint.FULL)
@@ -37,14 +39,28 @@ def test_parameters_of_the_stages_are_those_of_the_model(tied, learned):
 def test_what_is_kept_falls_from_choice_to_choice():
     memory, stage = cost_of().memory, LayerRange(3, 6, 9)
     order = [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE]
-    held = [memory.activation_bytes(stage, checkpoint, offload=False).held for checkpoint in order]
+    held = [memory.activation_bytes(stage, checkpoint).held for checkpoint in order]
     assert held == sorted(held, reverse=True) and held[-1] == 2 * 1024  # the stage's input, bf16
     assert held[2] == 3 * held[3]  # one input per layer
-    assert all(memory.activation_bytes(stage, checkpoint, offload=True).held == 0 for checkpoint in order)
-    whole = memory.activation_bytes(stage, Checkpoint.NONE, offload=False)
+    assert all(memory.activation_bytes(stage, checkpoint, 3).held == 0 for checkpoint in order)
+    whole = memory.activation_bytes(stage, Checkpoint.NONE)
     assert whole.deferred <= whole.held and whole.split == 0
-    again = memory.activation_bytes(stage, Checkpoint.STAGE, offload=False)
+    again = memory.activation_bytes(stage, Checkpoint.STAGE)
     assert again.backward >= whole.held and again.split == again.deferred == whole.deferred
+
+
+@pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL])
+def test_layers_that_are_offloaded_leave_two_of_them_on_the_gpu(checkpoint):
+    """One that is worked on, and one that is copied; what is in host memory is what the GPU no longer holds."""
+    memory, stage = cost_of().memory, LayerRange(2, 6, 9)
+    plain = memory.activation_bytes(stage, checkpoint)
+    for count in range(5):
+        offloaded = memory.activation_bytes(stage, checkpoint, count)
+        away = memory.host_bytes(stage, checkpoint, count)
+        assert (offloaded.held, away) == (plain.held * (4 - count) / 4, plain.held * count / 4)
+        assert offloaded.forward - plain.forward == offloaded.backward - plain.backward == (count > 0) * plain.held / 2
+        assert offloaded[3:] == plain[3:]
+    assert memory.host_bytes(stage, Checkpoint.STAGE, 4) == 2 * 1024
 
 
 def test_only_the_last_stage_has_logits():
@@ -127,9 +143,70 @@ def test_other_shardings_split_what_they_shard(sharding):
 def test_layers_that_recompute_less_store_what_their_checkpoint_stores():
     """Three layers, one of them lighter; recomputing takes the memory of a whole layer however few layers do it."""
     memory, layers = cost_of().memory, LayerRange(2, 5, 9)
-    pure = {kind: memory.activation_bytes(layers, kind, False) for kind in (NONE.checkpoint, *HEAVY)}
+    pure = {kind: memory.activation_bytes(layers, kind) for kind in (NONE.checkpoint, *HEAVY)}
     for heavy in HEAVY:
-        mixed = memory.activation_bytes(layers, heavy, False, 1)
+        mixed = memory.activation_bytes(layers, heavy, 0, 1)
         light = pure[heavy.lighter]
         assert mixed.held == (2 * pure[heavy].held + light.held) / 3
         assert mixed[1:] == pure[heavy][1:]
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid", "none", "free"])
+def test_an_offloaded_optimiser_leaves_a_copy_and_gradients_on_the_gpu(sharding):
+    """12 bytes of a parameter go to the host, and 2 stay of what layers do not have in any case."""
+
+    def memory(**options):
+        return CostModel(cost_of().cluster, cost_of().model, sharding=sharding, budget_gib=60, **options).memory
+
+    here, there = memory(), memory(offload_optimiser=True)
+    shards = {"full": 8, "hybrid": 4, "none": 1, "free": 8}[sharding]
+    part = -(-here.parameters // shards)
+    saved = here.fixed_bytes(NONE) - there.fixed_bytes(NONE)
+    assert abs(saved - (10 if sharding == "free" else 12) * part) <= 20
+    every = (LayerRange(0, 9, 9),)
+    assert abs(there.host_state_bytes(every, shards) - 12 * part) <= 12
+    assert here.host_state_bytes(every, shards) == 0
+    assert here.idle_bytes - there.idle_bytes == (10 * here.parameters // 8 if sharding == "free" else 0)
+    stage = LayerRange(2, 5, 9)
+    if sharding != "free":
+        own = stage_parameters(cost_of(), stage)
+        alone, shared = (here.state_bytes(stage, n) - there.state_bytes(stage, n) for n in (1, 4))
+        assert alone == 12 * own and shared == 10 * own // 4
+
+
+def test_an_offloaded_optimiser_is_updated_where_that_takes_least():
+    """One GPU has the host's memory to itself, and its link is slower; eight share it, and read less of it."""
+    costs = {
+        cluster: CostModel(Cluster.parse(cluster), ModelSpec.load("qwen3-1.7b"), offload_optimiser=True)
+        for cluster in ("1x1xH200", "1x8xH200")
+    }
+    for cluster, on_host in (("1x1xH200", True), ("1x8xH200", False)):
+        cost = costs[cluster]
+        ns = cost.engine.offloaded_update_ns(1e9)
+        assert cost.updates_on_host is on_host and (ns["host"] < ns["device"]) is on_host
+        plain = CostModel(cost.cluster, cost.model)
+        policy = cost.policies[-1]
+        extra = cost.step_overhead_ns(policy) - plain.step_overhead_ns(policy)
+        parameters = cost.memory.parameters / cost.ranks
+        own = plain.engine.compute.optimiser(parameters)
+        assert extra == pytest.approx(min(cost.engine.offloaded_update_ns(parameters).values()) - own, abs=2)
+    assert costs["1x1xH200"].engine.offloaded_update_ns(1e9) == {"device": 12e9 / 40, "host": 30e9 / 200}
+
+
+def test_published_constants_say_nothing_of_an_offloaded_optimiser():
+    with pytest.raises(SeqloomError, match="published constants say nothing"):
+        CostModel(Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", offload_optimiser=True)
+
+
+def test_an_optimiser_beyond_host_memory_is_refused():
+    model, options = ModelSpec.load("llama3-8b"), {"offload_optimiser": True}
+    with pytest.raises(SeqloomError, match=r"needs 89.7 GiB of host memory per GPU .* there are 80.0; raise host_gib"):
+        CostModel(Cluster.parse("1x1xH200"), model, host_gib=80, **options)
+    small = replace(Cluster.parse("1x8xH200"), host_gib=90.0)
+    with pytest.raises(SeqloomError, match=r"needs 11.2 GiB of host memory per GPU .* there are 10.1"):
+        CostModel(small, model, **options)
+    for refused, message in ((0, "above 0"), (float("nan"), "above 0")):
+        with pytest.raises(SeqloomError, match=message):
+            CostModel(Cluster.parse("1x1xH200"), model, host_gib=refused, **options)
+    with pytest.raises(SeqloomError, match="give true, false or 'auto'"):
+        CostModel(Cluster.parse("1x1xH200"), model, offload="maybe", **options)

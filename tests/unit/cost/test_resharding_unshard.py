@@ -169,7 +169,7 @@ def test_memory_is_what_the_layouts_hold(name, kept):
     for line in plan.pipelines:
         for stage, own in enumerate(line.stages):
             memory, layers = cost.with_tensor(own.tensor).memory, line.layer_ranges[stage]
-            each = memory.activation_bytes(layers, kept, offload=False)
+            each = memory.activation_bytes(layers, kept)
             row = [action for action in line.actions[line.pp_rank_of(stage)] if str(action.kind) in "FB"]
             for rank in own.ranks:
                 most = live = 0.0

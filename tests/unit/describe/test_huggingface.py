@@ -34,6 +34,23 @@ DEEPSEEK = config(
     "deepseek", 28, 2048, 16, 16, 10944, 102400, n_routed_experts=64, n_shared_experts=2,
     num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1, moe_layer_freq=1,
 )  # fmt: skip
+DEEPSEEK3 = config(
+    "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, n_routed_experts=256, n_shared_experts=1,
+    num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3, moe_layer_freq=1,
+    kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+)  # fmt: skip
+DEEPSEEK2_LITE = DEEPSEEK3 | config(
+    "deepseek_v2", 27, 2048, 16, 16, 10944, 102400, n_routed_experts=64, n_shared_experts=2,
+    num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1, q_lora_rank=None,
+)  # fmt: skip
+KIMI = DEEPSEEK3 | {
+    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840,
+    "n_routed_experts": 384, "first_k_dense_replace": 1,
+}  # fmt: skip
+MINICPM3 = config(
+    "minicpm3", 62, 2560, 40, 40, 6400, 73448, kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+)  # fmt: skip
 GEMMA2 = config("gemma2", 26, 2304, 8, 4, 9216, 256000, head_dim=256, sliding_window=4096)
 GEMMA3 = {
     "model_type": "gemma3",
@@ -62,6 +79,10 @@ NEOX = config("gpt_neox", 44, 6144, 64, None, 24576, 50432)
         (MIXTRAL, 46.70, 12.88),
         (QWEN3_MOE, 30.53, 3.35),
         (DEEPSEEK, 16.38, 2.83),
+        (DEEPSEEK2_LITE, 15.7, 2.66),
+        (DEEPSEEK3, 671, 37.5),
+        (KIMI, 1026, 32.9),
+        (MINICPM3, 4.07, 4.07),
         (GEMMA2, 2.614, 2.614),
         (GEMMA3, 3.88, 3.88),
         (NEOX, 20.55, 20.55),
@@ -83,6 +104,21 @@ def test_gpt2_has_positions_of_its_own():
 def test_presets_equal_their_configs():
     assert model_from_config(LLAMA, name="llama3-8b") == MODELS["llama3-8b"]
     assert model_from_config(QWEN3_MOE, name="qwen3-30b-a3b") == MODELS["qwen3-30b-a3b"]
+    assert model_from_config(DEEPSEEK2_LITE, name="deepseek-v2-lite") == MODELS["deepseek-v2-lite"]
+    assert model_from_config(MINICPM3, name="minicpm3-4b") == MODELS["minicpm3-4b"]
+
+
+def test_latent_attention():
+    model = model_from_config(DEEPSEEK3)
+    assert (model.heads, model.kv_heads, model.head_dim, model.value_dim) == (128, 128, 192, 128)
+    assert (model.latent, model.rotated, model.query_latent, model.latent_values) == (512, 64, 1536, 576)
+    assert model.expansion_parameters == 512 * 128 * (128 + 128)
+    types = {"mlp_layer_types": ["dense", "sparse", "dense"] + ["sparse"] * 44}
+    lite = DEEPSEEK3 | {"model_type": "glm4_moe_lite", "num_hidden_layers": 47, "v_head_dim": 256}
+    lite |= {"qk_nope_head_dim": 192, "first_k_dense_replace": None}
+    assert model_from_config(lite | types).moe_layers == (1, *range(3, 47))
+    assert model_from_config(lite).moe_layers == tuple(range(47))
+    assert model_from_config(lite).head_dim == 256
 
 
 def test_sliding_windows():
@@ -113,13 +149,15 @@ def test_sparse_layers():
     ("content", "message"),
     [
         (
-            DEEPSEEK | {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+            DEEPSEEK | {"model_type": "deepseek_v32", "kv_lora_rank": 512},
             r"latent attention \(MLA\).* not supported",
         ),
         (
             {"model_type": "mamba", "state_size": 16},
             "state-space layers is not supported; describe the model",
         ),
+        (LLAMA | {"kv_lora_rank": 512}, r"latent attention \(MLA\).* not supported"),
+        (DEEPSEEK3 | {"qk_rope_head_dim": "wide"}, "qk_rope_head_dim = 'wide'; it must be a whole number"),
         (LLAMA | {"model_type": "falcon_h1", "mamba_d_state": 256}, "state-space"),
         (LLAMA | {"layer_types": ["linear_attention"] * 32}, "'linear_attention'; only full and sliding"),
         (LLAMA | {"layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),

@@ -30,6 +30,8 @@ TOTALS = {
     "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
     "qwen3-30b-a3b": 30.53,
+    "minicpm3-4b": 4.07,
+    "deepseek-v2-lite": 15.71,
 }
 """Billions of parameters."""
 
@@ -52,11 +54,49 @@ MIXERS = {"mixer_layers": (0, 2), "mixer_parameters": 40, "mixer_values": 16, "m
 def test_mixers_stand_beside_attention_or_in_its_place():
     plain, beside, instead = spec(), spec(**MIXERS), spec(**MIXERS, windows=(0, None, 0, None))
     assert beside.parameters() == plain.parameters() + 80
-    assert instead.parameters() == beside.parameters() - 2 * plain.attention_parameters
+    assert instead.parameters() == beside.parameters() - 2 * plain.attention_parameters(0)
     assert sum(instead.layer_parameters(layer) for layer in range(4)) == instead.parameters() - 100 * 64 - 64
     assert instead.attention_layers == 2 and instead.tensor_degrees == (1,)
     with pytest.raises(SeqloomError, match="tensor degree 2; mixers are not cut; use 1"):
         beside.check_tensor(2)
+
+
+def test_layers_may_have_other_heads():
+    """Wider ones, and fewer for keys, in every second layer."""
+    plain, other = spec(), spec(head_shapes=((2, 8), (1, 16)) * 2)
+    wide = spec(kv_heads=1, head_dim=16)
+    assert other.parameters() == (plain.parameters() + wide.parameters()) / 2
+    assert sum(other.layer_parameters(layer) for layer in range(4)) == other.parameters() - 100 * 64 - 64
+    assert plain.tensor_degrees == (1, 2) and other.tensor_degrees == (1,)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rule"),
+    [
+        (((2, 8),), "one entry for each of 4 layers"),
+        (((3, 8),) * 4, "divide the 8 query"),
+        (((2, 0),) * 4, "at least 1"),
+    ],
+)
+def test_heads_of_layers_that_cannot_be_are_refused(shapes, rule):
+    with pytest.raises(SeqloomError, match=f"head_shapes = .*{rule}"):
+        spec(head_shapes=shapes)
+
+
+LATENTS = {"kv_heads": 8, "latent": 5, "rotated": 3, "value_dim": 6}
+
+
+def test_latents_have_projections_of_their_own():
+    plain, latent = spec(kv_heads=8), spec(**LATENTS)
+    down, up, out = 64 * (5 + 3), 5 * 8 * (5 + 6), 8 * 6 * 64
+    assert latent.attention_parameters(0) == 64 * 8 * 8 + down + up + out and latent.expansion_parameters == up
+    assert spec(**LATENTS, query_latent=4).attention_parameters(0) == 64 * 4 + 4 * 64 + down + up + out
+    assert plain.parameters() - latent.parameters() == 4 * (
+        plain.attention_parameters(0) - latent.attention_parameters(0)
+    )
+    assert latent.latent_values == 8 and plain.latent_values == plain.expansion_parameters == 0
+    with pytest.raises(SeqloomError, match="tensor degree 2; latents are not cut; use 1"):
+        latent.check_tensor(2)
 
 
 @pytest.mark.parametrize("name", TOTALS)
@@ -125,7 +165,14 @@ def test_attention_chunks():
         ({**MIXERS, "mixer_layers": (4,)}, "rises within 0 to 3"),
         ({**MIXERS, "mixer_values": 0}, "mixer_values = 0; it must be at least 1"),
         ({**MIXERS, "mixer_exchange": 17}, "mixer_exchange = 17; it must be 0 to 16"),
+        ({"mixer_halo": 3}, "mixer_halo = 3; it must be 0 or more, and is 0 without `mixer_layers`"),
+        ({**MIXERS, "mixer_flops": -1}, "mixer_flops = -1; it must be 0 or more"),
         ({**MIXERS, "mixer_layers": ()}, "mixer_parameters = 40; it must be at least 1 with `mixer_layers`"),
+        ({"rotated": 2}, "rotated = 2; it needs latent attention: set `latent`"),
+        ({**LATENTS, "kv_heads": 2}, "kv_heads = 2; it must be 8 with `latent`"),
+        ({**LATENTS, "rotated": 8}, "rotated = 8; it must be 0 to 7"),
+        ({**LATENTS, "value_dim": 9}, "value_dim = 9; it must be 1 to 8 with `latent`"),
+        ({**LATENTS, "latent": -1}, "latent = -1; it must be at least 1"),
         ({"active_experts": 2}, "active_experts = 2; it needs experts"),
         ({"experts": 4, "active_experts": 5, "expert_ffn": 3}, "must be 1 to 4"),
         ({"experts": 4, "active_experts": 2}, "expert_ffn = 0"),

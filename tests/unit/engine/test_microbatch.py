@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from seqloom.engine import executor
-from seqloom.engine.executor import MicrobatchState, Offload
+from seqloom.engine.executor import MicrobatchState
+from seqloom.models.offload import HostCopies, Offload
+from support.offloads import copy_on_cpu
 
 torch.manual_seed(0)
 LAYER = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
@@ -17,8 +18,8 @@ SEED = torch.randn(5, 6, dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def _everything_is_worth_a_copy(monkeypatch):
-    monkeypatch.setattr(executor, "MIN_ELEMENTS", 1)
+def _copied(monkeypatch):
+    copy_on_cpu(monkeypatch)
 
 
 def gradients(state):
@@ -36,7 +37,7 @@ def wanted():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("offloads", [False, True])
 def test_gradients_are_those_of_the_plain_stage(recompute, offloads):
-    offload = Offload(LAYER.parameters()) if offloads else None
+    offload = Offload(HostCopies(torch.device("cpu"))) if offloads else None
     state = MicrobatchState(LAYER, INPUTS.clone(), recompute=recompute, offload=offload)
     output = state.forward()
     assert torch.equal(output, LAYER(INPUTS)) and not output.requires_grad
@@ -62,27 +63,17 @@ def test_the_output_is_not_kept_and_a_recomputed_stage_keeps_only_its_input(reco
     assert state.backward_edge() is not None
 
 
-def test_what_is_saved_goes_and_comes_back_once_and_parameters_stay(monkeypatch):
-    moved = []
-    monkeypatch.setattr(
-        Offload, "_to_host", lambda self, inputs: [moved.append(each) or each.clone() for each in inputs]
-    )
-    offload = Offload(LAYER.parameters())
-    state = MicrobatchState(LAYER, INPUTS.clone(), recompute=False, offload=offload)
+def test_the_input_of_a_recomputed_stage_goes_and_comes_back():
+    offload = Offload(HostCopies(torch.device("cpu")))
+    inputs = INPUTS.clone()
+    state = MicrobatchState(LAYER, inputs, recompute=True, offload=offload)
     state.forward()
-    weights = {parameter.data_ptr() for parameter in LAYER.parameters()}
-    assert len(moved) == 2, "the input and the output of tanh, which two layers save"
-    assert not weights & {each.data_ptr() for each in moved}
+    there = weakref.ref(inputs)
+    del inputs
+    HostCopies.release(offload._copies)
+    assert there() is None
     for found, each in zip(gradients(state), wanted(), strict=True):
         assert torch.equal(found, each)
-
-
-def test_small_tensors_are_not_worth_it(monkeypatch):
-    monkeypatch.setattr(executor, "MIN_ELEMENTS", 10**6)
-    offload = Offload(())
-    with offload.saving():
-        LAYER(INPUTS).sum()
-    assert not offload._tensors
 
 
 def test_nothing_to_learn_has_no_edge():

@@ -8,7 +8,6 @@ import torch
 
 from seqloom.dist import Channel, Ranks, SingleRankTransport
 from seqloom.dist.transport import Completed
-from seqloom.engine import executor
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
@@ -19,6 +18,7 @@ from seqloom.params.interface import ReplicatedParameters
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.schedules import build_schedule
 from support.held_memory import kv_cache_bytes, waiting_units
+from support.offloads import copy_on_cpu
 from support.pipelines import stages_on
 from support.steps import Step, tiny_spec
 from support.transports import CountingTransport
@@ -44,7 +44,9 @@ def plan_of(name, hosts, *, pieces=1, chunks=None, width=1, groups=None, kinds=(
         low, high = (step.lengths[document] * (piece + k) // count for k in (0, 1))
         spans, kind = (Span(document, low, high),), kinds[number % len(kinds)]
         dealt = [tuple(groups(s, stage.ranks, spans)) for s, stage in enumerate(stages)]
-        works = [StageMicroBatch(each, kind, offload=offloads) for each in dealt]
+        counts = [stage.layer_count if offloads else 0 for stage in stages]
+        each_stage = zip(dealt, counts, strict=True)
+        works = [StageMicroBatch(each, kind, offloaded_layers=count) for each, count in each_stage]
         rounds.append(Round(tuple(works)))
     limits = Limits(hosts * width, hosts * width, step.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
     line = Pipeline(stages, tuple(rounds), schedule.pipeline_actions())
@@ -64,12 +66,13 @@ def worst(threads, plan, step=STEP, *, strict=True):
     [
         *((kind, False) for kind in KINDS[:4]),
         (Checkpoint.NONE, True),
+        (Checkpoint.SELECTIVE, True),
         (Checkpoint.FULL, True),
         (Checkpoint.STAGE, True),
     ],
 )
 def test_every_choice_of_what_is_kept_with_pieces_and_two_ranks_in_a_stage(threads, kind, offloads, monkeypatch):
-    monkeypatch.setattr(executor, "MIN_ELEMENTS", 1)
+    copy_on_cpu(monkeypatch)
     assert worst(threads, plan_of("seq1f1b", 2, pieces=2, width=2, kinds=(kind,), offload=offloads)) < 1e-9
 
 

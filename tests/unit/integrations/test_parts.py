@@ -19,21 +19,32 @@ LAYERS = 3
 CUTS = [LayerRange(0, 1, LAYERS), LayerRange(1, 1, LAYERS), LayerRange(1, 3, LAYERS)]  # the second one has no layer
 
 
-def gemma3():
-    """Embeddings that scale themselves, and tables of two kinds."""
+TYPES = ["sliding_attention", "full_attention", "full_attention"]
+WINDOWS = {"head_dim": 6, "layer_types": TYPES, "sliding_window": 3}
+QUIET = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+OTHERS = {
+    "gemma3": ("Gemma3", "Gemma3Text", WINDOWS),  # embeddings that scale themselves, tables of two kinds
+    "gemma4": ("Gemma4", "Gemma4Text", {**WINDOWS, "global_head_dim": 4, "hidden_size_per_layer_input": 0}),
+    "gpt2": ("GPT2LMHead", "GPT2", QUIET),  # learned positions, and a result in another view
+    "opt": ("OPT", "OPT", {"word_embed_proj_dim": 16, "ffn_dim": 24, "dropout": 0.0}),
+    "nanochat": ("NanoChat", "NanoChat", {}),  # one norm before and after the layers
+}
+"""Name -> beginning of the classes of model and config in transformers, and what the config has beside `SIZES`."""
+
+
+def model_of(name, **keys):
+    if name in MODELS:
+        return tiny_model(name, num_hidden_layers=LAYERS, **keys)
     import transformers
 
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    sizes = {**SIZES, "num_hidden_layers": LAYERS, "head_dim": 6, "layer_types": types, "sliding_window": 3}
-    return randomised(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes)), 0).double().train()
-
-
-def model_of(name):
-    return gemma3() if name == "gemma3" else tiny_model(name, num_hidden_layers=LAYERS)
+    family, config, own = OTHERS[name]
+    kind = getattr(transformers, f"{family}Model" if family.endswith("Head") else f"{family}ForCausalLM")
+    given = {**SIZES, "num_hidden_layers": LAYERS, "pad_token_id": 0, **own, **keys}
+    return randomised(kind(getattr(transformers, f"{config}Config")(**given)), 0).double().train()
 
 
 @pytest.mark.parametrize("tokens", [9, 0])
-@pytest.mark.parametrize("name", [*(name for name in MODELS if name != "granite"), "gemma3"])
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_parts_in_turn_are_the_whole(name, tokens):
     context = bind_single_rank((5, 3, 1) if tokens else ())
     ids, labels = (torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(k)) for k in (1, 2))
@@ -68,13 +79,19 @@ def test_parameters_belong_to_parts():
     assert not parameters_of_stages(found, [CUTS[1]])
 
 
-def test_granite_is_refused_where_it_is_cut():
-    """It multiplies embeddings in its own forward."""
-    found = model_adapter(attach(tiny_model("granite")))
-    context = bind_single_rank((2,))
-    with pytest.raises(SeqloomError, match=r"layer 0 is not given what its embedding returned.*pipeline\.stages = 1"):
-        found.run(LayerRange(0, 1, 2), torch.zeros(2, dtype=torch.int64), context)
-    assert found.run(LayerRange(0, 2, 2), torch.zeros(2, dtype=torch.int64), context).shape == (2, SIZES["hidden_size"])
+def test_modules_before_the_first_layer_belong_to_the_first_part():
+    found = model_adapter(attach(model_of("gpt2")))
+    first, _, last = (parameters_of_stages(found, [part]) for part in CUTS)
+    tables = {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert tables < first.keys() and first.keys() & last.keys() == {"transformer.wte.weight"}  # tied
+
+
+def test_layers_that_share_keys_are_refused_where_they_are_cut():
+    found = model_adapter(attach(model_of("gemma4", num_kv_shared_layers=1)))
+    context, ids = bind_single_rank((2,)), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(SeqloomError, match=r"have the keys and values of layers before them.*pipeline\.stages = 1"):
+        found.run(CUTS[0], ids, context)
+    assert found.run(LayerRange(0, 3, 3), ids, context).shape == (2, SIZES["hidden_size"])
 
 
 def test_parts_are_found_without_values():
@@ -90,11 +107,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.odd = odd
         self.embed, self.norm, self.turn = nn.Embedding(7, 4), nn.LayerNorm(4), Turn()
+        self.places = nn.Embedding(9, 4)
         self.layers = nn.ModuleList(Layer(odd == "pairs") for _ in range(3))
 
     def forward(self, input_ids, position_ids, use_cache, seqloom_context):
-        x = self.embed(input_ids)
+        embedded = x = self.embed(input_ids)
         x = x * 2 if self.odd == "factor" else x
+        x = self.norm(x + self.places(position_ids)) if self.odd == "positions and norm" else x
         axes = position_ids[None].expand(3, -1, -1)[1:] if self.odd == "axes" else position_ids
         table = self.turn(axes[:, :1] if self.odd == "first position" else axes)
         for number, layer in enumerate(self.layers[:2] if self.odd == "skipped" else self.layers):
@@ -108,9 +127,12 @@ class Decoder(nn.Module):
                 x = self.turn(x)
             if self.odd == "changed":
                 x = x + 1
+            if self.odd == "embedding again":
+                x = x + embedded
         if self.odd == "error":
             raise ValueError("too short")
         x = self.norm(self.norm(x)) if self.odd == "two norms" else self.norm(x)
+        x = x.view(*input_ids.shape, 4) if self.odd == "view" else x
         return BaseModelOutput(last_hidden_state=2 * x if self.odd == "result" else x)
 
 
@@ -129,7 +151,7 @@ class Layer(nn.Linear):
         return (x, None) if self.returns_pair else x
 
 
-@pytest.mark.parametrize("make", ["", "pairs", "axes"])
+@pytest.mark.parametrize("make", ["", "pairs", "axes", "factor", "positions and norm", "view"])
 def test_a_decoder_of_any_make(make):
     decoder = Decoder(make)
     parts = split_decoder(decoder, decoder.embed, tuple(decoder.layers))
@@ -142,7 +164,7 @@ def test_a_decoder_of_any_make(make):
 @pytest.mark.parametrize(
     ("odd", "reason"),
     [
-        ("factor", "layer 0 is not given what its embedding returned"),
+        ("embedding again", "layer 1 is not given what layer 0 returned"),
         ("skipped", "every layer once"),
         ("own input", "own of Layer is neither"),
         ("first position", "argument 0 of Turn is neither hidden states, positions"),

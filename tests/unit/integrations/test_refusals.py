@@ -64,13 +64,18 @@ def rope(kind, **keys):
 
 JETMOE = {"kv_channels": 4, "activation_function": "silu", "aux_loss_coef": 0.1, "num_key_value_heads": 2}
 BLOOM = {"vocab_size": 29, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+CTRL = {"vocab_size": 29, "n_embd": 16, "n_layer": 1, "n_head": 2, "dff": 16}
+MAMBA2 = {"vocab_size": 29, "hidden_size": 16, "num_heads": 4, "head_dim": 8, "state_size": 4, "num_hidden_layers": 1}
 T5 = {"vocab_size": 29, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 CASES = {
-    "no attention interface": [lambda: on_meta("BloomForCausalLM", **BLOOM)],
     "no language model head": [lambda: on_meta("LlamaModel", **SIZES)],
     "encoder-decoder": [lambda: on_meta("T5ForConditionalGeneration", **T5)],
+    "cross attention": [
+        lambda: on_meta("GPT2LMHeadModel", **GPT2, **QUIET, add_cross_attention=True),
+        lambda: on_meta("BartForCausalLM", vocab_size=29, d_model=16, decoder_layers=1, decoder_attention_heads=2),
+    ],
     "several modalities": [llava],
-    "cross attention": [lambda: on_meta("GPT2LMHeadModel", **GPT2, **QUIET, add_cross_attention=True)],
+    "layers without a name": [lambda: on_meta("CTRLLMHeadModel", **CTRL)],
     "bidirectional sliding windows": [
         lambda: on_meta("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA, use_bidirectional_attention=True),
         lambda: on_meta("MistralForCausalLM", **SIZES, sliding_window=4, is_causal=False),
@@ -81,6 +86,8 @@ CASES = {
         lambda: on_meta("MambaForCausalLM", vocab_size=29, hidden_size=16, state_size=4, num_hidden_layers=1),
         lambda: on_meta("MiniMaxForCausalLM", **SIZES, layer_types=["linear_attention", "full_attention"]),
     ],
+    "no attention": [lambda: on_meta("Mamba2ForCausalLM", **MAMBA2)],
+    "no attention interface": [lambda: on_meta("BloomForCausalLM", **BLOOM)],
     "sparse attention": [
         lambda: on_meta("LlamaForCausalLM", **SIZES, layer_types=["full_attention", "compressed_sparse_attention"]),
         lambda: on_meta("DeepseekV32ForCausalLM", **{**SIZES, **MOE, **LATENT, "v_head_dim": 8}),

@@ -12,6 +12,7 @@ from seqloom.dist import bind, bind_single_rank, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, head, hidden_states, inputs, model_adapter
 from seqloom.layout import Span
+from seqloom.models.layer_wrapper import LayerWrapper
 from seqloom.models.loss import PRODUCTS, Logits
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import MODELS, SIZES, documents, one_by_one, randomised, tiny_model
@@ -100,9 +101,8 @@ def test_the_runtime_is_told_of_layers_and_head(model, ids, context):
     found = model_adapter(model)
     assert found.module is model and found.layers == tuple(model.model.layers) and found.head is model.lm_head
     assert torch.equal(found.hidden(ids, context), hidden_states(model, ids, context.positions, context))
-    model._no_split_modules = None
-    with pytest.raises(SeqloomError, match="does not say what its layers are"):
-        model_adapter(model)
+    model._no_split_modules = None  # layers are then those that checkpoint gradients
+    assert model_adapter(model).layers == found.layers
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -123,8 +123,18 @@ def test_a_call_without_context_is_refused(model, ids):
         model(input_ids=ids[None], use_cache=False)
 
 
+def test_layers_that_do_not_hand_keywords_on_are_given_the_context(ids, context):
+    model = attach(randomised(hf.NemotronForCausalLM(hf.NemotronConfig(**SIZES)), 0).double())
+    found = model(**inputs(ids, context.positions, context)).logits[0]
+    model.set_attn_implementation("sdpa")
+    wanted = [model(input_ids=each[None], use_cache=False).logits[0] for each in ids.split(LENGTHS)]
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-9, atol=1e-9)
+
+
 def test_a_model_that_loses_the_context_is_refused(ids, context):
     model = attach(hf.NemotronForCausalLM(hf.NemotronConfig(**SIZES)).double())
+    for layer in model.model.layers:
+        LayerWrapper.of(layer).hooks.clear()
     with pytest.raises(SeqloomError, match="does not hand keywords on to attention"):
         model(**inputs(ids, context.positions, context))
 

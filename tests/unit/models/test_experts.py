@@ -71,7 +71,8 @@ def test_ranks_send_each_other_tokens_and_all_gradients_add_up(threads, ranks):
         group = EPGroup(tuple(range(ranks)), transport.rank, transport)
         rows = slice(sum(tokens[: transport.rank]), sum(tokens[: transport.rank + 1]))
         own = range(*(SPEC.experts // ranks * (transport.rank + step) for step in (0, 1)))
-        mine = [each.detach().clone().requires_grad_() for each in (x[rows], weights[rows], matrix[own.start : own.stop])]
+        mine = [x[rows], weights[rows], matrix[own.start : own.stop]]
+        mine = [each.detach().clone().requires_grad_() for each in mine]
 
         def compute(pairs, expert, ends):
             assert len(expert) == len(pairs) == int(ends[-1]) and len(ends) == len(own)
@@ -115,8 +116,8 @@ def test_numbers_of_no_expert_add_nothing():
 def test_grouped_products(dtype, width, transposed):
     """Experts without rows, widths that torch's grouped product takes and others, either memory order."""
     x = torch.randn(9, 8, dtype=dtype, requires_grad=True)
-    weight = torch.randn(4, 8, width, dtype=dtype).transpose(1, 2) if transposed else torch.randn(4, width, 8, dtype=dtype)
-    weight.requires_grad_()
+    weight = torch.randn(4, 8, width, dtype=dtype).transpose(1, 2)
+    weight = (weight if transposed else weight.contiguous()).requires_grad_()
     ends = torch.tensor([4, 4, 8, 9], dtype=torch.int32)
     out = grouped_linear(x, weight, ends)
     wanted = torch.cat([x[a:b] @ w.T for w, a, b in zip(weight, (0, 4, 4, 8), ends.tolist(), strict=True)])
@@ -128,7 +129,7 @@ def test_grouped_products(dtype, width, transposed):
 def test_experts_that_ranks_cannot_divide_are_refused(threads):
     context = bind_single_rank([4])
     context.ep_group = EPGroup((0, 1, 2), 0, context.transport)
-    with pytest.raises(SeqloomError, match="8 experts over 3 ranks: .* expert degree that divides 8"):
+    with pytest.raises(SeqloomError, match=r"8 experts over 3 ranks: .* expert degree that divides 8"):
         ExpertRange.of(8, context)
     with pytest.raises(SeqloomError, match="a weight of 3 experts where a rank computes 2 of 8"):
         ExpertRange(8, range(2)).in_hand(torch.zeros(3, 1))

@@ -150,8 +150,8 @@ def test_selective_keeps_attention_outputs_and_lse_and_nothing_else(monkeypatch,
     stores = []
 
     class Watched(module.SavedAttention):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, hooks):
+            super().__init__(hooks)
             stores.append(self)
 
     monkeypatch.setattr(module, "SavedAttention", Watched)
@@ -196,8 +196,8 @@ def test_what_was_kept_is_given_back_without_the_garbage_collector(monkeypatch):
     stores = []
 
     class Watched(module.SavedAttention):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, hooks):
+            super().__init__(hooks)
             stores.append(weakref.ref(self))
 
     monkeypatch.setattr(module, "SavedAttention", Watched)

@@ -143,6 +143,8 @@ def test_hidden_states_are_what_the_head_reads(kit):
     [
         ({"learned_positions": True}, "learned_positions = True"),
         ({"gated": False}, "gated = False"),
+        ({"mixer_layers": (0,), "mixer_parameters": 4, "mixer_values": 4}, r"mixer_layers = \(0,\)"),
+        ({"layers": 2, "head_shapes": ((1, 8), (2, 4))}, r"head_shapes = \(\(1, 8\)"),
         ({"head_dim": 7}, "heads of 7"),
     ],
 )

@@ -60,7 +60,7 @@ def test_an_ep_group_divides_experts():
     shares = compute_layout(weights, [only], {(0, 0)})
     assert [boxes(shares, rank) for rank in (4, 6, 5, 7)] == [[(k, k + 2, 0, 6)] for k in (0, 2, 4, 6)]
     assert [boxes(shares, rank, 1) for rank in (4, 5, 6, 7)] == [[(k, k + 1, 0, 1)] for k in range(4)]
-    with pytest.raises(PlanError, match="8 experts, a stage with expert degree 3 .* divides 8"):
+    with pytest.raises(PlanError, match=r"8 experts, a stage with expert degree 3 .* divides 8"):
         compute_layout(weights, [Pipeline((Stage((0, 1, 2), (0, 1), expert=3),), (), ())])
 
 

@@ -244,3 +244,17 @@ def test_checking_and_hashing_are_fast(size: tuple[int, int, int], budget_ms: fl
     # The fastest of five, in processor time, and twice the budget: other processes share the machine.
     assert min(seconds for seconds, _ in spent) * 1000 < 2 * budget_ms
     assert min(seconds for _, seconds in spent) * 1000 < 2 * budget_ms
+
+
+def test_files_of_earlier_versions_say_that_all_layers_are_offloaded(plain: Plan) -> None:
+    """`"offload": true` in JSON, ` offload` without a number in text."""
+    [line] = plain.pipelines
+    layers = line.stages[0].layer_count
+    works = [replace(current.by_stage[0], offloaded_layers=layers) for current in line.rounds]
+    limits = replace(plain.limits, offload_capacity=((Checkpoint.SELECTIVE, 128),))
+    plan = replace(plain, limits=limits, pipelines=(replace(line, rounds=tuple(Round((work,)) for work in works)),))
+    plan.validate()
+    assert Plan.from_json(plan.to_json().replace(f'"offloaded_layers":{layers}', '"offload":true')) == plan
+    assert Plan.from_text(plan.to_text().replace(f" offload {layers}", " offload")) == plan
+    stays = Plan.from_json(plan.to_json().replace(f'"offloaded_layers":{layers}', '"offload":false'))
+    assert not any(current.by_stage[0].offload for current in stays.pipelines[0].rounds)

@@ -74,6 +74,11 @@ def test_products_have_a_rate():
     assert 0 < calibration.matmul_tflops(MODEL, torch.device("cpu"), torch.float32) < 100
 
 
+def test_copies_to_the_host_and_updates_there_have_a_rate():
+    assert 0 < calibration.host_copy_gb_s(torch.device("cpu"), 1 << 20) < 10_000
+    assert 0 < calibration.host_update_gb_s(1 << 16) < 10_000
+
+
 @pytest.mark.parametrize("slower", [pytest.param(1.0, marks=pytest.mark.slow), 1.3])
 def test_what_a_handover_takes_is_found_from_a_step_and_its_busy_time(slower):
     start = cost_of(START)

@@ -46,7 +46,9 @@ def alive(plan, cost, pp_rank, rank):
             for u, entry in enumerate(pipeline.rounds):
                 work = entry.by_stage[s]
                 tokens = int(tokens_on_ranks(cost, work)[rank])
-                each = cost.memory.activation_bytes(layers[s], work.checkpoint, work.offload)
+                each = cost.memory.activation_bytes(
+                    layers[s], work.checkpoint, work.offloaded_layers, work.lighter_layers
+                )
                 if (F in kind[u] or (current == u and now.kind == F)) and not kind[u] & {B, I}:
                     units += each.held * tokens
                 if I in kind[u] and W not in kind[u]:

@@ -9,7 +9,7 @@ import pytest
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.plan import Stage
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.hydraulis import (
@@ -22,7 +22,7 @@ from seqloom.planners.hydraulis import (
 from seqloom.planners.registry import PlannerChoice
 from seqloom.profiling.check import inspect_run
 from seqloom.simulate import predicted_ns
-from seqloom.train.config import Config, Data, Model, Pipelining, Planning, Run
+from seqloom.train.config import Config, Data, Model, Optimiser, Pipelining, Planning, Run
 from seqloom.train.setup import (
     STRATEGIES_FILE,
     RunPlanners,
@@ -53,6 +53,41 @@ def test_without_a_pipeline_the_config_s_planner_plans_and_static_is_the_fallbac
     assert planners == RunPlanners(
         (Stage((0, 1, 2, 3), (0, 4)),), PlannerChoice("flex", seed=3), PlannerChoice("static")
     )
+
+
+def gpu_run(spec, cluster, offload="auto", stages=1, sharding="full"):
+    """A run of a preset on GPUs, with documents of up to 600 tokens."""
+    parts = (Run(Path("out"), steps=1), Model(spec, dtype="bfloat16"), Data(Path("toy:20"), sequences=2))
+    plan = Planning("auto" if stages != 1 else "flex", cluster, sharding=sharding)
+    return Config(*parts, plan, Pipelining(stages=stages), Optimiser(offload=offload))
+
+
+@pytest.mark.parametrize(
+    ("spec", "cluster", "options", "offloads"),
+    [
+        ("qwen3-0.6b", "1x1xH200", {}, False),
+        ("llama3-8b", "1x1xH200", {}, True),
+        ("llama3-8b", "1x8xH200", {}, False),
+        ("llama3-8b", "1x8xH200", {"offload": True}, True),
+        ("llama3-8b", "1x2xH100", {"stages": 2}, True),
+        ("llama3-8b", "1x2xH200", {"stages": "auto"}, False),
+        ("llama3-8b", "1x2xH100", {"sharding": "none"}, True),
+    ],
+)
+def test_the_optimiser_goes_to_host_memory_where_nothing_else_holds_the_run(spec, cluster, options, offloads):
+    config = gpu_run(spec, cluster, **options)
+    setup = RunSetup.load(config, Cluster.parse(cluster).ranks)
+    assert setup.cost.offload_optimiser is setup.config.optimiser.offload is offloads
+    assert setup.choices.offload_optimiser is offloads
+    again = RunSetup.load(config, setup.cost.ranks, setup.choices)
+    assert again.fingerprint() == setup.fingerprint()
+
+
+def test_an_optimiser_that_may_not_leave_is_refused_with_the_way_out():
+    with pytest.raises(MemoryBudgetError, match=r"keep the optimiser in host memory \(optimiser.offload"):
+        RunSetup.load(gpu_run("llama3-8b", "1x1xH200", offload=False), 1)
+    with pytest.raises(MemoryBudgetError, match=r"the budget is 3.6 GiB; use more GPUs, take a smaller model"):
+        RunSetup.load(gpu_run("qwen3-0.6b", "1x1xCPU"), 1)  # whose memory is the host's
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def simulation_of(rows, ranks, step, node_size=8, nics=()):
     nodes = -(-ranks // node_size)
     nics = NicTable(*np.array(nics, dtype=np.int64).reshape(-1, 4).T)
     return Simulation(
-        step, 0, node_size, events, (), zeros, zeros, zeros, zeros, np.zeros((nodes, 2), np.int64), zeros, nics
+        step, 0, node_size, events, (), zeros, zeros, zeros, zeros, zeros, np.zeros((nodes, 2), np.int64), zeros, nics
     )
 
 

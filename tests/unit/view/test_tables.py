@@ -78,10 +78,13 @@ def test_what_rounds_recompute_stands_below():
         changed = replace(plan.pipelines[0], rounds=tuple(Round((work,)) for work in works))
         return plan_table(replace(plan, pipelines=(changed,)), simulation).caption
 
-    none, full = replace(first, checkpoint=Checkpoint.NONE), replace(second, checkpoint=Checkpoint.FULL, offload=True)
+    none, full = (
+        replace(first, checkpoint=Checkpoint.NONE),
+        replace(second, checkpoint=Checkpoint.FULL, offloaded_layers=2),
+    )
     assert below(none, replace(second, checkpoint=Checkpoint.NONE)) is None
-    assert below(none, full) == "recomputed: round 1 full, offload"
-    mixed = "recomputed: round 0 selective, 5 layers none; round 1 full, offload"
+    assert below(none, full) == "recomputed: round 1 full, 2 layers offloaded"
+    mixed = "recomputed: round 0 selective, 5 layers none; round 1 full, 2 layers offloaded"
     assert below(replace(first, lighter_layers=5), full) == mixed
 
 

@@ -14,6 +14,7 @@ import torch
 from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
 from seqloom.attention.context_parallel.routed import RoutedExchanges, key_item, returned_item
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
+from seqloom.attention.latent import HeadExpansion
 from seqloom.attention.merge import GradientAccumulator, MergeOps, OutputAccumulator, merge_ops, sum_dtype
 from seqloom.attention.tiles import (
     GatherSchedule,
@@ -75,22 +76,34 @@ class Gather(ContextParallelAttention):
         return cls(transport, bound.ring_ranks, index, schedule, inverse_order, tiles, ops, routed)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        overlap: Overlap,
+        expansion: HeadExpansion | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `ContextParallelAttention.forward`."""
-        total = OutputAccumulator(q, self.ops)
-        for part in forward_tiles(self.tiles, q, self._gather(k, v, overlap)):
+        total, kv = OutputAccumulator(q, self.ops), self._gather(k, v, overlap)
+        for part in forward_tiles(self.tiles, q, kv if expansion is None else expansion(kv)):
             total.merge(part)
         return total.result()
 
-    def backward(self, dout: torch.Tensor, saved: Saved, overlap: Overlap) -> Gradients:
-        """Return (dq, dk, dv), see `ContextParallelAttention.backward`."""
-        kv = self._gather(saved.k, saved.v, overlap)
-        dq = GradientAccumulator(saved.q, self.ops)
+    def backward(
+        self, dout: torch.Tensor, saved: Saved, overlap: Overlap, expansion: HeadExpansion | None = None
+    ) -> Gradients:
+        """Return (dq, dk, dv), see `ContextParallelAttention.backward`.
+
+        Several tiles share keys, so latents are expanded once for all of them.
+        """
+        gathered = self._gather(saved.k, saved.v, overlap)
+        kv, dq = gathered if expansion is None else expansion(gathered), GradientAccumulator(saved.q, self.ops)
         parts = backward_tiles(self.tiles, dout, saved, kv, dq)
         dkv = add_key_gradients(None, len(kv), parts, self.ops)
         if dkv is None:
-            dkv = kv.new_empty(kv.shape, dtype=sum_dtype(kv.dtype))
+            dkv = gathered.new_empty(gathered.shape, dtype=sum_dtype(kv.dtype))
+        elif expansion is not None:
+            dkv, _ = expansion.backward(gathered, *dkv.tensor_split(2, dim=1))
         dk, dv = self._return_gradients(dkv, overlap).tensor_split(2, dim=1)
         return dq.result(), dk, dv
 

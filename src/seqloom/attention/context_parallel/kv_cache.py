@@ -8,7 +8,8 @@ descend:
 
 So one buffer serves a document in one layer. A piece that is run forward again writes the same numbers to the same
 rows. Gradients are sums over many pieces and kept in float32 (float64 for float64). The buffer is freed when the first
-piece has gone backward: nothing is left at the end of a step.
+piece has gone backward: nothing is left at the end of a step. Where latents stand in the place of keys and values, they
+are what is kept, and the tiles of a piece make keys and values from them anew.
 
 `PrefixAttention` computes the tokens of a round as if they were whole documents, and the tiles of every piece with its
 prefix, merged by log-sum-exp. Every piece is dealt to the ring indices by itself, so an index holds two chunks of each
@@ -35,6 +36,7 @@ from seqloom.attention.context_parallel.overlap import Overlap
 from seqloom.attention.context_parallel.ring import Ring, RingKeys, Tensors
 from seqloom.attention.context_parallel.scan_states import ScanStates
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
+from seqloom.attention.latent import HeadExpansion
 from seqloom.attention.masks import Segments
 from seqloom.attention.merge import merge_ops
 from seqloom.attention.tiles import LocalHeads, Tile, prepare_tiles
@@ -124,7 +126,7 @@ class KVCache:
         cached = self._documents.get((layer, piece.document))
         heads = k.shape[1]
         if cached is None:
-            kv = k.new_empty((piece.total, 2 * heads, k.shape[2]))
+            kv = k.new_empty((piece.total, heads + v.shape[1], k.shape[2]))
             cached = _CachedDocument(kv, written=0, next_backward=piece.of - 1)
         if piece.number > cached.written or piece.number > cached.next_backward:
             early = piece.number > cached.written
@@ -245,21 +247,28 @@ class PrefixAttention(Ring):
         return cls(*ring, tuple(pieces), tuple(prefixes), whole_rows, cache)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        overlap: Overlap,
+        expansion: HeadExpansion | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse) over the keys of all ring indices and all pieces so far."""
         for piece in self.pieces:
             self.kv_cache.write(self.layer, piece, k[piece.rows], v[piece.rows])
-        result = Ring.forward(self, q, take(k, self.whole_rows), take(v, self.whole_rows), overlap)
+        result = Ring.forward(self, q, take(k, self.whole_rows), take(v, self.whole_rows), overlap, expansion)
         for piece in self.pieces:
             self.kv_cache.end_forward(self.layer, piece)
         return result
 
-    def backward(self, dout: torch.Tensor, saved: Saved, overlap: Overlap) -> Gradients:
+    def backward(
+        self, dout: torch.Tensor, saved: Saved, overlap: Overlap, expansion: HeadExpansion | None = None
+    ) -> Gradients:
         """Return (dq, dk, dv); `saved` is what `saved_for_backward` returned."""
         for piece in self.pieces:
             self.kv_cache.begin_backward(self.layer, piece)
-        return Ring.backward(self, dout, saved, overlap)
+        return Ring.backward(self, dout, saved, overlap, expansion)
 
     def saved_for_backward(self, saved: Saved, exchanged: bool) -> Saved:
         """Return what backward needs beside the cache, in memory of its own.
@@ -278,7 +287,7 @@ class PrefixAttention(Ring):
             piece = self.pieces[0]
             own = cached[0][piece.start : piece.stop]
         else:
-            own = k.new_empty((self.keys[0].counts[self.index], 2 * k.shape[1], k.shape[2]))
+            own = k.new_empty((self.keys[0].counts[self.index], k.shape[1] + v.shape[1], k.shape[2]))
             for piece, kv in zip(self.pieces, cached, strict=True):
                 own[piece.rows] = kv[piece.start : piece.stop]
             put(own, self.whole_rows, torch.cat((k, v), dim=1))

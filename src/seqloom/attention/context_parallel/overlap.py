@@ -24,6 +24,7 @@ import torch
 
 from seqloom.attention.context_parallel.ulysses import UlyssesExchange
 from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAttention, Saved
+from seqloom.attention.latent import HeadExpansion
 from seqloom.attention.masks import Segments
 from seqloom.attention.tiles import LocalHeads, PreparedTile, prepare
 from seqloom.dist.rows import RowIndex
@@ -48,12 +49,22 @@ class ContextParallelAttention(ABC):
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        overlap: Overlap,
+        expansion: HeadExpansion | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) over the keys of all ranks. `out` has the dtype of q."""
+        """Return (out, lse) over the keys of all ranks. `out` has the dtype of q.
+
+        With an expansion `k` has latents, [rows, 1, width], and `v` no heads: these travel (`attention.latent`).
+        """
 
     @abstractmethod
-    def backward(self, dout: torch.Tensor, saved: Saved, overlap: Overlap) -> Gradients:
+    def backward(
+        self, dout: torch.Tensor, saved: Saved, overlap: Overlap, expansion: HeadExpansion | None = None
+    ) -> Gradients:
         """Return (dq, dk, dv) of this rank's rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
 
     @abstractmethod
@@ -113,6 +124,7 @@ class GroupAttention:
         ulysses: exchanges heads for tokens; None without Ulysses.
         inner: a kernel's prepared segments, the same in runs, or attention that exchanges keys with other ranks.
         schedule: local work during the exchanges of `inner`.
+        latent: keys and values are made from latents where they are used, and latents travel.
         kernel_only: it is one kernel call: no messages, no runs.
     """
 
@@ -120,6 +132,7 @@ class GroupAttention:
     ulysses: UlyssesExchange | None
     inner: PreparedAttention | LocalRuns | ContextParallelAttention
     schedule: OverlapSchedule
+    latent: bool = False
     kernel_only: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,7 +148,7 @@ class UnscheduledGroup(NamedTuple):
 
     Attributes:
         group: of the plan.
-        rows, ulysses, inner: see `GroupAttention`; `inner` is None for documents of this rank alone.
+        rows, ulysses, inner, latent: see `GroupAttention`; `inner` is None for documents of this rank alone.
         exchange_bytes: of `inner`; None where it has no exchanges.
     """
 
@@ -144,6 +157,7 @@ class UnscheduledGroup(NamedTuple):
     ulysses: UlyssesExchange | None = None
     inner: PreparedAttention | ContextParallelAttention | None = None
     exchange_bytes: ExchangeBytes | None = None
+    latent: bool = False
 
 
 class _Exchange(NamedTuple):
@@ -183,12 +197,12 @@ def schedule_overlap(
         passes.append(_prepare_runs(documents, chosen, heads, kernel, mask))
     (forward_runs, forward_tasks), (backward_runs, backward_tasks) = passes[0], passes[-1]
     found = []
-    for n, (_, rows, ulysses, inner, _) in enumerate(groups):
+    for n, (_, rows, ulysses, inner, _, latent) in enumerate(groups):
         if inner is None:
             runs = LocalRuns(tuple(forward_runs[n]), tuple(backward_runs[n]))
             inner = runs if waiting else runs.forward_runs[0].prepared
         schedule = OverlapSchedule(forward_tasks.get(n, {}), backward_tasks.get(n, {}))
-        found.append(GroupAttention(rows, ulysses, inner, schedule))
+        found.append(GroupAttention(rows, ulysses, inner, schedule, latent))
     return tuple(found)
 
 

@@ -22,6 +22,7 @@ import torch
 from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
 from seqloom.attention.context_parallel.routed import RoutedExchanges, gradient_item, key_item
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
+from seqloom.attention.latent import HeadExpansion
 from seqloom.attention.merge import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.tiles import (
     LocalHeads,
@@ -91,7 +92,12 @@ class Ring(ContextParallelAttention):
     routed: RoutedExchanges | None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        overlap: Overlap,
+        expansion: HeadExpansion | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `ContextParallelAttention.forward`."""
         total, held = OutputAccumulator(q, self.ops), self._pack(k, v)
@@ -100,14 +106,16 @@ class Ring(ContextParallelAttention):
             transfer = self.routed.forward[step] if self.routed is not None and incoming else None
             handle = self._send_to_next(transfer, (held if incoming else [], incoming))
             for keys, kv in zip(self.keys, held, strict=True):
-                for part in forward_tiles(keys.steps[step], q, kv):
+                for part in forward_tiles(keys.steps[step], q, kv, expansion):
                     total.merge(part)
             overlap(step)
             handle.wait()
             held = incoming or held
         return total.result()
 
-    def backward(self, dout: torch.Tensor, saved: Saved, overlap: Overlap) -> Gradients:
+    def backward(
+        self, dout: torch.Tensor, saved: Saved, overlap: Overlap, expansion: HeadExpansion | None = None
+    ) -> Gradients:
         """Return (dq, dk, dv), see `ContextParallelAttention.backward`."""
         wide, dq = sum_dtype(saved.q.dtype), GradientAccumulator(saved.q, self.ops)
         held, started = self._pack(saved.k, saved.v), self._started_gradients()
@@ -118,7 +126,8 @@ class Ring(ContextParallelAttention):
             transfer = None if self.routed is None else self.routed.backward[step]
             handle = self._send_to_next(transfer, (held if incoming else [], incoming), (gradients, arriving))
             parts = [
-                backward_tiles(keys.steps[step], dout, saved, kv, dq) for keys, kv in zip(self.keys, held, strict=True)
+                backward_tiles(keys.steps[step], dout, saved, kv, dq, expansion)
+                for keys, kv in zip(self.keys, held, strict=True)
             ]
             overlap(step)
             handle.wait()
@@ -157,11 +166,14 @@ class Ring(ContextParallelAttention):
         return keys.counts[self._holder(step)] if self.routed is None else max(keys.counts)
 
     def _pack(self, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        """Return the local keys and values as messages [rows, 2 * kv heads, dim], one for each of `keys`."""
+        """Return the local keys and values as messages [rows, 2 * kv heads, dim], one for each of `keys`.
+
+        Latents are one head.
+        """
         rows = self._message_rows(self.keys[0], 0)
         if len(k) == rows:
             return [torch.cat((k, v), dim=1)]
-        kv = k.new_zeros((rows, 2 * k.shape[1], k.shape[2]))
+        kv = k.new_zeros((rows, k.shape[1] + v.shape[1], k.shape[2]))
         torch.cat((k, v), dim=1, out=kv[: len(k)])
         return [kv]
 

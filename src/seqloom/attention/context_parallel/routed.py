@@ -1,8 +1,8 @@
 """Routed exchanges of a ring or gather: messages between nodes go through proxy ranks, so that all NICs share them.
 
 All ranks of the group and its proxies derive the same moves, and from them each its own part. An element of these
-moves is `unit` bytes: a key and a value of one head, as they lie in a message. Gradients are the same number of
-elements, or a multiple of it where they are wider.
+moves is `unit` bytes: a key and a value of one head, as they lie in a message, or a row of latents. Gradients are the
+same number of elements, or a multiple of it where they are wider.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
 from seqloom.attention.kernels.interface import Gradients, Saved
+from seqloom.attention.latent import HeadExpansion
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.tiles import ZigzagChunks, visible_runs
 from seqloom.dist.routed import RoutedHandle, RoutedTransfer
@@ -73,13 +74,20 @@ class ProxyRank(ContextParallelAttention):
     routed: RoutedExchanges
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        overlap: Overlap,
+        expansion: HeadExpansion | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take part in the exchanges of a forward."""
         self._pass_on(self.routed.forward, overlap)
         return q.new_empty(q.shape), q.new_empty((q.shape[1], 0), dtype=sum_dtype(q.dtype))
 
-    def backward(self, dout: torch.Tensor, saved: Saved, overlap: Overlap) -> Gradients:
+    def backward(
+        self, dout: torch.Tensor, saved: Saved, overlap: Overlap, expansion: HeadExpansion | None = None
+    ) -> Gradients:
         """Take part in the exchanges of a backward."""
         self._pass_on(self.routed.backward, overlap)
         return saved.q.new_empty(saved.q.shape), saved.k.new_empty(saved.k.shape), saved.v.new_empty(saved.v.shape)

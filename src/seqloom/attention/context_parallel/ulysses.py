@@ -6,7 +6,8 @@ and one out, forward and backward. For rank j a sender packs, row by row,
 
     [ query heads of j | key heads of j | value heads of j ]
 
-so that a rank receives [all rows, its heads, dim], of which q, k and v are views.
+so that a rank receives [all rows, the elements of its heads], of which q, k and v are views. Rows of latents
+(`attention.latent`) are one kv head of another width, which all ranks read, and there are no values beside them.
 """
 
 from __future__ import annotations
@@ -78,33 +79,39 @@ class UlyssesExchange:
     split: HeadSplit
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exchange q, k, v (or one tensor of query heads alone): all heads of own rows for own heads of all rows.
+        """Exchange q, k, v, or the first of them: all heads of own rows for own heads of all rows.
 
         Tensors [own rows, heads or kv heads, dim] become [all rows, own heads, dim], views of one buffer.
         """
         ranges = (self.split.query, self.split.kv, self.split.kv)[: len(tensors)]
-        widths = [sum(high - low for low, high in own) for own in zip(*ranges, strict=True)]
-        bound, rows, dim = self.bound, self.bound.tokens, tensors[0].shape[2]
-        width = widths[bound.ulysses_index]
-        output_sizes, input_sizes = [count * width * dim for count in bound.counts], [rows * w * dim for w in widths]
+        shapes = [
+            [(high - low, tensor.shape[2]) for (low, high), tensor in zip(own, tensors, strict=True)]
+            for own in zip(*ranges, strict=True)
+        ]
+        widths = [sum(heads * dim for heads, dim in own) for own in shapes]
+        bound, rows = self.bound, self.bound.tokens
+        own, width = shapes[bound.ulysses_index], widths[bound.ulysses_index]
+        output_sizes, input_sizes = [count * width for count in bound.counts], [rows * each for each in widths]
         sent = tensors[0].new_empty(sum(input_sizes))
         if self.split.even:
-            _pack_even(sent.view(len(widths), rows, width, dim), tensors, ranges)
+            _pack_even(sent.view(len(widths), rows, width), tensors, ranges)
         else:
             _pack(sent.split(input_sizes), tensors, ranges)
         received = sent.new_empty(sum(output_sizes))
         self._all_to_all(received, sent, output_sizes, input_sizes)
-        buffer = received.view(-1, width, dim)
+        buffer = received.view(-1, width)
         if bound.order is not None:
             buffer = buffer.index_select(0, bound.order)
-        return buffer.split([high - low for low, high in (own[bound.ulysses_index] for own in ranges)], dim=1)
+        parts = buffer.split([heads * dim for heads, dim in own], dim=1)
+        return tuple(part.unflatten(1, shape) for part, shape in zip(parts, own, strict=True))
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
         """Exchange an output [all rows, own heads, dim] for [own rows, all heads, dim]."""
-        received, pieces = self._return_rows(out, [high - low for low, high in self.split.query])
-        if self.split.even:
-            return _side_by_side(received.view(len(self.bound.block), -1, *out.shape[1:]))
-        return torch.cat(pieces, dim=1)
+        dim = out.shape[2]
+        received = self._return_rows(out.flatten(1), [(high - low) * dim for low, high in self.split.query])
+        if isinstance(received, torch.Tensor):
+            return _side_by_side(received.unflatten(2, (-1, dim)))
+        return torch.cat([part.unflatten(1, (-1, dim)) for part in received], dim=1)
 
     def gradients_to_tokens(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype
@@ -113,35 +120,42 @@ class UlyssesExchange:
 
         Those of a kv head on several ranks are summed in float32, then rounded.
         """
-        heads, kv_heads = dq.shape[1], dk.shape[1]
-        fused = dq.new_empty((len(dq), heads + 2 * kv_heads, dq.shape[2]), dtype=dtype)
-        fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :] = dq, dk, dv
-        query, kv = ([high - low for low, high in own] for own in (self.split.query, self.split.kv))
-        received, pieces = self._return_rows(fused, [q + 2 * k for q, k in zip(query, kv, strict=True)])
-        if self.split.even:
-            dq, dkv = received.view(len(self.bound.block), -1, *fused.shape[1:]).split([heads, 2 * kv_heads], dim=2)
-            dkv = _join_kv_gradients_even(dkv.unflatten(2, (2, -1)), self.split)
-            return _side_by_side(dq), dkv[:, 0], dkv[:, 1]
-        dq = torch.cat([piece[:, :count] for piece, count in zip(pieces, query, strict=True)], dim=1)
-        both = [piece[:, count:].unflatten(1, (2, -1)) for piece, count in zip(pieces, query, strict=True)]
-        dkv = _join_kv_gradients(both, self.split)
-        return dq, dkv[:, 0], dkv[:, 1]
+        (_, heads, dim), kv_dim, sides = dq.shape, dk.shape[2], 2 if dv.shape[1] else 1  # latents have no values
+        query, keys = heads * dim, dk.shape[1] * kv_dim
+        fused = dq.new_empty((len(dq), query + sides * keys), dtype=dtype)
+        _fill((dq, dk, dv)[: 1 + sides], fused)
+        widths = [(high - low) * dim for low, high in self.split.query]
+        every = [
+            width + sides * (high - low) * kv_dim for width, (low, high) in zip(widths, self.split.kv, strict=True)
+        ]
+        received = self._return_rows(fused, every)
+        if isinstance(received, torch.Tensor):
+            dq, dkv = received.split([query, sides * keys], dim=2)
+            dq = _side_by_side(dq.unflatten(2, (-1, dim)))
+            dkv = _join_kv_gradients_even(dkv.unflatten(2, (sides, -1, kv_dim)), self.split)
+        else:
+            parts = [
+                part.split([width, part.shape[1] - width], 1) for part, width in zip(received, widths, strict=True)
+            ]
+            dq = torch.cat([part.unflatten(1, (-1, dim)) for part, _ in parts], dim=1)
+            dkv = _join_kv_gradients([part.unflatten(1, (sides, -1, kv_dim)) for _, part in parts], self.split)
+        return dq, dkv[:, 0], dkv[:, 1] if sides == 2 else dkv[:, 0, :0]
 
-    def _return_rows(self, tensor: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Send every rank its rows of `tensor` [all rows, own width, dim].
+    def _return_rows(self, tensor: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
+        """Send every rank its rows of `tensor` [all rows, own width].
 
-        Returns the received elements, flat, and as [own rows, width, dim] of every rank (none when heads are even).
+        Returns [own rows, width] of every rank, or [ranks, own rows, width] where heads are even.
         """
         if self.bound.inverse_order is not None:
             tensor = tensor.index_select(0, self.bound.inverse_order)
-        rows, dim, row = self.bound.tokens, tensor.shape[2], tensor.shape[1] * tensor.shape[2]
-        sizes = [rows * width * dim for width in widths]
+        rows = self.bound.tokens
+        sizes = [rows * width for width in widths]
         received = tensor.new_empty(sum(sizes))
-        self._all_to_all(received, tensor.reshape(-1), sizes, [count * row for count in self.bound.counts])
+        counts = [count * tensor.shape[1] for count in self.bound.counts]
+        self._all_to_all(received, tensor.reshape(-1), sizes, counts)
         if self.split.even:
-            return received, []
-        pieces = received.split(sizes)
-        return received, [piece.view(rows, width, dim) for piece, width in zip(pieces, widths, strict=True)]
+            return received.view(len(widths), rows, widths[0])
+        return [part.view(rows, width) for part, width in zip(received.split(sizes), widths, strict=True)]
 
     def _all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
@@ -162,21 +176,25 @@ def _is_even(ranges: Ranges) -> bool:
 
 def _pack(pieces: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], ranges: Sequence[Ranges]) -> None:
     """Fill the flat piece of every rank with its heads of each tensor, row by row."""
-    rows, _, dim = tensors[0].shape
     for rank, piece in enumerate(pieces):
-        parts = [tensor[:, slice(*own[rank])] for tensor, own in zip(tensors, ranges, strict=True)]
-        width = sum(part.shape[1] for part in parts)
-        torch.cat(parts, dim=1, out=piece.view(rows, width, dim))
+        _fill([tensor[:, slice(*own[rank])] for tensor, own in zip(tensors, ranges, strict=True)], piece)
+
+
+def _fill(parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    """Write [rows, heads, dim] of every part side by side into a target of as many elements, row by row."""
+    widths = [part.shape[1] * part.shape[2] for part in parts]
+    for part, columns in zip(parts, target.view(len(parts[0]), sum(widths)).split(widths, dim=1), strict=True):
+        columns.unflatten(1, part.shape[1:]).copy_(part)
 
 
 def _pack_even(packed: torch.Tensor, tensors: Sequence[torch.Tensor], ranges: Sequence[Ranges]) -> None:
-    """Fill [ranks, rows, heads of a rank, dim]: one copy per tensor, also where ranks share a head."""
+    """Fill [ranks, rows, elements of a rank's heads]: one copy per tensor, also where ranks share a head."""
     start = 0
     for tensor, own in zip(tensors, ranges, strict=True):
-        width, distinct = own[0][1], len(set(own))
-        target = packed[:, :, start : start + width].unflatten(0, (distinct, -1))
-        target.copy_(tensor.unflatten(1, (distinct, width)).transpose(0, 1).unsqueeze(1))
-        start += width
+        heads, distinct, dim = own[0][1], len(set(own)), tensor.shape[2]
+        target = packed[:, :, start : start + heads * dim].unflatten(2, (heads, dim)).unflatten(0, (distinct, -1))
+        target.copy_(tensor.unflatten(1, (distinct, heads)).transpose(0, 1).unsqueeze(1))
+        start += heads * dim
 
 
 def _side_by_side(parts: torch.Tensor) -> torch.Tensor:
@@ -185,18 +203,18 @@ def _side_by_side(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _join_kv_gradients(parts: list[torch.Tensor], split: HeadSplit) -> torch.Tensor:
-    """Join [rows, 2, kv heads of a rank, dim] of all ranks to [rows, 2, kv heads, dim], in rank order."""
+    """Join [rows, sides, kv heads of a rank, dim] of all ranks to [rows, sides, kv heads, dim], in rank order."""
     if not split.replicated:
         return torch.cat(parts, dim=2)
-    rows, both, _, dim = parts[0].shape
-    total = parts[0].new_zeros((rows, both, split.kv_heads, dim), dtype=sum_dtype(parts[0].dtype))
+    rows, sides, _, dim = parts[0].shape
+    total = parts[0].new_zeros((rows, sides, split.kv_heads, dim), dtype=sum_dtype(parts[0].dtype))
     for part, (low, high) in zip(parts, split.kv, strict=True):
         total[:, :, low:high] += part
     return total.to(parts[0].dtype)
 
 
 def _join_kv_gradients_even(parts: torch.Tensor, split: HeadSplit) -> torch.Tensor:
-    """Join [ranks, rows, 2, kv heads of a rank, dim] to [rows, 2, kv heads, dim]."""
+    """Join [ranks, rows, sides, kv heads of a rank, dim] to [rows, sides, kv heads, dim]."""
     if split.replicated:
         shared = parts.unflatten(0, (split.kv_heads // parts.shape[3], -1))
         parts = shared.sum(1, dtype=sum_dtype(parts.dtype)).to(parts.dtype)

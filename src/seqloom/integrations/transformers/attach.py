@@ -20,7 +20,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function
 
-from seqloom.attention import AttentionSpec, attention
+from seqloom.attention import AttentionSpec, attention, latent_attention
+from seqloom.attention.plan import has_latents
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.checks import (
@@ -37,7 +38,21 @@ from seqloom.integrations.transformers.checks import (
     unwrap,
 )
 from seqloom.integrations.transformers.experts import attach_experts, attached_experts, expert_biases, expert_load
-from seqloom.integrations.transformers.layers import MLP_NAMES, RouterHooks, remap_layers, router_layers, tp_layers
+from seqloom.integrations.transformers.latents import (
+    attach_latents,
+    expand,
+    hands_on_latents,
+    is_latent,
+    latent_shape,
+)
+from seqloom.integrations.transformers.layers import (
+    MLP_NAMES,
+    RouterHooks,
+    context_layers,
+    remap_layers,
+    router_layers,
+    tp_layers,
+)
 from seqloom.integrations.transformers.mixers import attach_mixers, is_mixer
 from seqloom.integrations.transformers.parts import (
     StageSplitError,
@@ -48,6 +63,7 @@ from seqloom.integrations.transformers.parts import (
 )
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
+from seqloom.models.compile import handle_object
 from seqloom.models.dropout import plan_dropout
 from seqloom.models.layer_wrapper import ROUTER_LOSS, LayerWrapper
 from seqloom.models.loss import PRODUCTS, Logits
@@ -83,8 +99,9 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
     """Make a language model compute its attention with the engine, and return it.
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
-    replaced but the `forward` of dropout modules and their layers, and of mixers that scan; switching to another name
-    undoes the rest. From now on every call needs a context: see `inputs`. What `check` refuses is refused here.
+    replaced but the `forward` of dropout modules and their layers, of mixers that scan, of layers that do not hand
+    keywords on, and what makes keys and values from latents; switching to another name undoes the rest. From now on
+    every call needs a context: see `inputs`. What `check` refuses is refused here.
 
     Args:
         longest: tokens of the longest document of the run, for a model whose rotary embedding follows the longest
@@ -105,6 +122,8 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
         )
     attach_mixers(causal, NAME)
     attach_experts(causal, NAME)
+    context_layers(decoder_layers(causal))
+    attach_latents(causal, NAME)
     if planned_dropouts(causal):
         plan_dropout(decoder_layers(causal), MLP_NAMES)
     if has_router_loss(causal) and router_loss_of(causal) is None:
@@ -228,19 +247,30 @@ def attention_specs(layers: Iterable[nn.Module]) -> tuple[AttentionSpec, ...]:
 
 def attention_spec(module: nn.Module) -> AttentionSpec | None:
     """Return the attention call that a module will make; None: it makes none, or uses other names."""
-    config: Any = getattr(module, "config", None)
+    config = layer_config(module)
     heads, scale = getattr(config, "num_attention_heads", None), getattr(module, "scaling", None)
     names = ("qk_head_dim", "head_dim", "head_size")
     dim = next((value for name in names if (value := getattr(module, name, None))), None)
     if not (isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float)):
         return None
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads, latent = getattr(config, "num_key_value_heads", None) or heads, 0
+    if is_latent(module):
+        kv_heads, latent = heads, latent_shape(module).row
     layer = getattr(module, "layer_idx", None)
     wider = max(dim, getattr(module, "v_head_dim", None) or dim)
     softcap = getattr(module, "attn_logit_softcapping", None)
     window, chunk = _config_window(module, layer), _config_chunk(module, layer)
     causal = all(getattr(each, "is_causal", True) is not False for each in (config, module))
-    return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk, causal)
+    return AttentionSpec(heads, kv_heads, wider, window, scale, softcap, chunk, causal, latent)
+
+
+def layer_config(module: nn.Module) -> Any:
+    """Return the config of a module's layer, which may differ from others' (`per_layer_config`); None: it has none."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    return (
+        config.per_layer_config[layer] if layer is not None and getattr(config, "is_heterogeneous", False) else config
+    )
 
 
 # What transformers calls instead of its own attention.
@@ -295,13 +325,14 @@ def attention_function(
     Args:
         module: the layer's attention.
         query: [1, heads, tokens, dim].
-        key, value: [1, kv_heads, tokens, dim], one per kv head.
+        key, value: [1, kv_heads, tokens, dim], one per kv head; of a module that hands on latents, these [1, 1, tokens,
+            width], and its rotated keys.
         attention_mask: what `mask_function` gives.
         scaling: logits are multiplied by it.
         dropout: refused by the engine unless 0.
         softcap: of the logits.
         is_causal: what the mask says already.
-        seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle.
+        seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle, twice if latents travel.
         keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this
             layer sees, itself included, `s_aux` are sinks, a logit for every head.
 
@@ -312,7 +343,7 @@ def attention_function(
         raise SeqloomError(
             f"{type(module).__name__} was called without a context: attention {NAME!r} needs the round that its tokens "
             f"belong to; call {CALL}, or go back with model.set_attn_implementation('sdpa'). If the call had one, this "
-            "model does not hand keywords on to attention and cannot be used"
+            "model does not hand keywords on to attention: set model.compile = false, or use another"
         )
     compiled = isinstance(seqloom_context, torch.Tensor)
     causal = not isinstance(attention_mask, str)  # `BIDIRECTIONAL`
@@ -322,23 +353,62 @@ def attention_function(
     _check_causal(module, causal, said)
     _check_window(module, keywords, compiled=compiled)
     _check_chunk(module, chunk, compiled=compiled)
+    if query.is_meta:  # of a trial call, which computes nothing
+        return value.new_empty((*query.shape[:1], *query.shape[2:0:-1], value.shape[-1])), None
     options: dict[str, Any] = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout}
     options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk, "causal": causal}
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
-        return attention(q, k, v, seqloom_context, **options)[None], None
-    rows = seqloom_context.tokens
-    if len(q) != max(rows, 1):
+    if isinstance(seqloom_context, torch.Tensor):
+        if hands_on_latents(module):
+            if len(seqloom_context) > 1:
+                return _outside_graph(module, query, key, value, seqloom_context, options)[None], None
+            key, value = expand(module, key, value)
+        q, k, v = map(_token_rows, (query, key, value))
+        return attention(q, k, v, seqloom_context, **options)[None], None  # the operator counts the rows
+    _check_rows(query, seqloom_context)
+    _check_position_ids(keywords.get("position_ids"), seqloom_context)
+    return _attend(module, query, key, value, seqloom_context, options)[None], None
+
+
+def _token_rows(x: torch.Tensor) -> torch.Tensor:
+    """[1, heads, tokens, dim] -> [tokens, heads, dim]."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: Context, options: dict[str, Any]
+) -> torch.Tensor:
+    """Return the attention of this rank's tokens, with the row of `pad_empty`; its latents may travel."""
+    latent = hands_on_latents(module)
+    travels = latent and has_latents(context)
+    if latent and not travels:
+        key, value = expand(module, key, value)
+    q, k, v = (drop_padding(_token_rows(x), context.tokens) for x in (query, key, value))
+    if _counts_rows(module):
+        q = _at_positions(module, q, context.positions)
+    options = options | {"layer": getattr(module, "layer_idx", None)}
+    if not travels:
+        return pad_empty(attention(q, k, v, context, **options))
+    rows, weight = torch.cat((k, v), dim=-1).squeeze(1).to(q.dtype), module.kv_b_proj.weight.to(q.dtype)
+    return pad_empty(latent_attention(q, rows, weight, latent_shape(module), context, **options))
+
+
+@torch.compiler.disable
+def _outside_graph(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, options: Any
+) -> torch.Tensor:
+    """Attend in a compiled layer, which is cut here, where latents travel: the operator of attention knows none."""
+    context = handle_object(handle).context
+    _check_rows(query, context)
+    return _attend(module, query, key, value, context, options)
+
+
+def _check_rows(query: torch.Tensor, context: Context) -> None:
+    """Refuse another number of tokens than this rank's."""
+    if query.shape[2] != max(context.tokens, 1):
         raise SeqloomError(
-            f"{len(q)} tokens in the model call: rank {seqloom_context.rank} holds {rows} tokens in this "
+            f"{query.shape[2]} tokens in the model call: rank {context.rank} holds {context.tokens} tokens in this "
             f"round; pass the ids of context.spans: {CALL}"
         )
-    _check_position_ids(keywords.get("position_ids"), seqloom_context)
-    q, k, v = (drop_padding(x, rows) for x in (q, k, v))
-    if _counts_rows(module):
-        q = _at_positions(module, q, seqloom_context.positions)
-    out = attention(q, k, v, seqloom_context, **options, layer=getattr(module, "layer_idx", None))
-    return pad_empty(out)[None], None
 
 
 def _check_call(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.mixers import is_mixer
@@ -33,7 +34,9 @@ CHUNKED = "chunked_attention"
 ATTENTION_TYPES = ("full_attention", "sliding_attention", CHUNKED)
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 FEED_FORWARD_TYPES = ("mlp", "moe")
-STATE_CLASSES = re.compile(r"Mamba|SSM|Rwkv|LSTM|RecurrentBlock|Rglru|DeltaNet|LightningAttention|ShortConv")
+STATE_CLASSES = re.compile(
+    r"(Mamba|SSM|Rwkv|LSTM|RecurrentBlock|Rglru|DeltaNet|LightningAttention|ShortConv)(?!.*Norm)"
+)
 ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
 ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef")
 CAPS = ("logits_soft_cap", "output_logit_soft_cap")
@@ -95,15 +98,18 @@ def decoder_of(causal: Any) -> Any:
 
 
 def decoder_layers(causal: Any) -> tuple[nn.Module, ...]:
-    """Return the layers of a causal model, in their order."""
-    classes = causal._no_split_modules or ()  # names of the classes of layers
-    layers = tuple(module for module in decoder_of(causal).modules() if type(module).__name__ in classes)
+    """Return the layers of a causal model, in their order: those that its class names, or that checkpoint gradients."""
+    classes = causal._no_split_modules or ()
+    modules = list(decoder_of(causal).modules())
+    layers = [module for module in modules if type(module).__name__ in classes]
+    layers = layers or [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    inside = {part for layer in layers for part in layer.modules() if part is not layer}
     if not layers:
         raise SeqloomError(
             f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(classes)}); "
             "say it yourself: seqloom.models.adapter.ModelAdapter(module, layers, hidden, head)"
         )
-    return layers
+    return tuple(layer for layer in layers if layer not in inside)
 
 
 def planned_dropouts(causal: Any) -> set[nn.Module]:
@@ -128,26 +134,6 @@ def _refuse(name: str, why: str, way_out: str) -> Callable[[Find], Find]:
 # What kind of model.
 
 
-@_refuse(
-    "no attention interface",
-    "its attention cannot be exchanged by name",
-    "use a model whose class has _supports_attention_backend",
-)
-def _no_attention_interface(model: nn.Module, causal: Any) -> Iterator[str]:
-    # Hybrids do not say that they have it, since others could not exchange their mixers; their attention modules do.
-    hybrid = any(is_mixer(module) for module in causal.modules())
-    if not causal._supports_attention_backend and not (hybrid and all(map(_asks_interface, causal.modules()))):
-        yield f"{type(causal).__name__}._supports_attention_backend = False"
-
-
-def _asks_interface(module: nn.Module) -> bool:
-    """Whether a module that is called attention looks it up by name; others do in any case."""
-    if not type(module).__name__.endswith("Attention"):
-        return True
-    forward = inspect.unwrap(type(module).forward)
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(forward, "__code__", _asks_interface.__code__).co_names
-
-
 @_refuse("no language model head", "there are no logits to train", "load it with AutoModelForCausalLM")
 def _no_head(model: nn.Module, causal: Any) -> Iterator[str]:
     if causal.get_output_embeddings() is None:
@@ -162,6 +148,16 @@ def _encoder_decoder(model: nn.Module, causal: Any) -> Iterator[str]:
         yield "is_encoder_decoder = True"
 
 
+@_refuse("cross attention", "keys come from outside the packed tokens", "use a decoder-only model")
+def _cross_attention(model: nn.Module, causal: Any) -> Iterator[str]:
+    yield from _set_keys(causal, "add_cross_attention")
+    if "shared_kv_states" in inspect.signature(causal.forward).parameters:
+        yield "shared_kv_states, of another model"
+    for name, module in causal.named_modules():
+        if "CrossAttention" in type(module).__name__ or name.endswith("encoder_attn"):
+            yield name
+
+
 @_refuse(
     "several modalities", "images and sounds bring masks and positions of their own", "load the language model alone"
 )
@@ -170,13 +166,20 @@ def _modalities(model: nn.Module, causal: Any) -> Iterator[str]:
         yield from causal.config.sub_configs
 
 
+@_refuse(
+    "layers without a name",
+    "which modules are sharded and recomputed one by one is not known",
+    "use a model whose class names its layers (_no_split_modules), or seqloom.models.adapter.ModelAdapter in a loop of "
+    "your own",
+)
+def _unnamed_layers(model: nn.Module, causal: Any) -> Iterator[str]:
+    try:
+        decoder_layers(causal)
+    except SeqloomError:
+        yield f"{type(causal).__name__}._no_split_modules = {causal._no_split_modules}"
+
+
 # What attention computes.
-
-
-@_refuse("cross attention", "keys come from outside the packed tokens", "use a decoder-only model")
-def _cross_attention(model: nn.Module, causal: Any) -> Iterator[str]:
-    yield from _set_keys(causal, "add_cross_attention")
-    yield from (name for name, module in causal.named_modules() if "CrossAttention" in type(module).__name__)
 
 
 @_refuse(
@@ -185,8 +188,9 @@ def _cross_attention(model: nn.Module, causal: Any) -> Iterator[str]:
     "use a causal model, or one whose tokens see their whole document (is_causal = False, full_attention layers)",
 )
 def _bidirectional_windows(model: nn.Module, causal: Any) -> Iterator[str]:
-    yield from _set_keys(causal, "use_bidirectional_attention")  # of Gemma, with windows in most layers
     config = _text_config(causal)
+    if getattr(config, "use_bidirectional_attention", None) != "vision":  # which is of images alone
+        yield from _set_keys(causal, "use_bidirectional_attention")  # of Gemma, with windows in most layers
     windows = "sliding_attention" in _layer_types(causal) or (
         not _layer_types(causal) and getattr(config, "sliding_window", None)
     )
@@ -209,6 +213,33 @@ def _recurrent_state(model: nn.Module, causal: Any) -> Iterator[str]:
             yield f"{name}: {type(module).__name__}"
     if not mixers:
         yield from (f"layer_types has {kind}" for kind in _layer_types(causal) if kind in STATE_TYPES)
+
+
+@_refuse("no attention", "plans are for documents whose tokens attend", "use a model with some layers of attention")
+def _no_attention(model: nn.Module, causal: Any) -> Iterator[str]:
+    if not causal._supports_attention_backend and not _attention_modules(causal):
+        yield f"{type(causal).__name__} has no module of it"
+
+
+@_refuse(
+    "no attention interface",
+    "its attention cannot be exchanged by name",
+    "use a model whose class has _supports_attention_backend",
+)
+def _no_attention_interface(model: nn.Module, causal: Any) -> Iterator[str]:
+    # Hybrids, and classes that do not hand keywords on, do not say that they have it; their attention modules do.
+    if not causal._supports_attention_backend and not all(map(_asks_interface, _attention_modules(causal))):
+        yield f"{type(causal).__name__}._supports_attention_backend = False"
+
+
+def _attention_modules(causal: Any) -> list[nn.Module]:
+    return [module for module in causal.modules() if type(module).__name__.endswith("Attention")]
+
+
+def _asks_interface(attention: nn.Module) -> bool:
+    """Whether an attention module looks it up by name."""
+    forward = inspect.unwrap(type(attention).forward)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(forward, "__code__", _asks_interface.__code__).co_names
 
 
 @_refuse(

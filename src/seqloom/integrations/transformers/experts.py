@@ -29,7 +29,7 @@ NEEDED = ("down_proj", "is_transposed", "has_bias", "has_gate", "num_experts")
 
 
 def attach_experts(causal: Any, name: str) -> None:
-    """Make the experts of a model compute with `experts_function`, registered as `name`, where they can be exchanged."""
+    """Make the experts of a model compute with `experts_function`, registered as `name`, if they can be exchanged."""
     try:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError:  # an older release: experts are the model's own code, on every rank

@@ -12,6 +12,8 @@ after the sum. Tables of positions are of the group's tokens from the beginning,
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,6 +49,13 @@ def tp_layers(layers: Sequence[nn.Module], regions: Sequence[tuple[Region, ...]]
     """Make decoder layers run their regions in the TP group of each call; doing it again changes nothing."""
     for layer, own in zip(layers, regions, strict=True):
         LayerWrapper.of(layer).hooks["tensor_parallel"] = partial(_tp_hooks, own)
+
+
+def context_layers(layers: Iterable[nn.Module]) -> None:
+    """Make decoder layers that do not hand keywords on give their attention the context of each call."""
+    for layer in layers:
+        if not _hands_keywords_on(layer):
+            LayerWrapper.of(layer).hooks["context"] = _context_hooks
 
 
 def router_layers(layers: Iterable[nn.Module], loss: RouterLoss, kind: type[nn.Module], index: int) -> None:
@@ -90,6 +99,28 @@ def _add_router_loss(found: list[torch.Tensor | None], _: nn.Module, __: Any, ou
         first = first if loss is None else add_loss(first, loss)
     found.clear()
     return (first, *others) if isinstance(output, tuple) else first
+
+
+def _hands_keywords_on(layer: nn.Module) -> bool:
+    """Whether the forward of a layer reads its keywords (`**kwargs`)."""
+    code = inspect.unwrap(type(layer).forward).__code__
+    place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    names = {*code.co_varnames[place : place + bool(code.co_flags & inspect.CO_VARKEYWORDS)]}
+    read = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST")]
+    return any(names & {*(each if isinstance(each, tuple) else (each,))} for each in read)
+
+
+def _context_hooks(layer: nn.Module, context: Context) -> ExitStack:
+    """Put hooks on the attention of a layer that add the context to its keywords."""
+
+    def give(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        return args, {"seqloom_context": context, **options}
+
+    hooks = ExitStack()
+    for part in layer.modules():
+        if type(part).__name__.endswith("Attention"):
+            hooks.callback(part.register_forward_pre_hook(give, with_kwargs=True).remove)
+    return hooks
 
 
 def _remap_hooks(layer: nn.Module, context: Context) -> ExitStack | None:

@@ -7,10 +7,10 @@
 Of a model of images and text the language model inside is trained and written, a causal model of its own; the other
 parameters of its files are not read.
 
-The model is built without values. Tensors that have the names and shapes of its parameters are read from the files one
-by one, when they are cut into shards; where transformers renames, joins or splits what is in the files, it loads all of
-it to the host's memory. The trained model is written to `run.output`/model, complete or not at all, as
-`from_pretrained` reads it.
+The model is built without values. Its parameters are read from the files one by one, when they are cut into shards, and
+of divided experts a rank's own alone (`weights`); where transformers does more with what is in the files than renaming
+tensors and joining experts, it loads all of it to the host's memory. The trained model is written to
+`run.output`/model, complete or not at all, as `from_pretrained` reads it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +35,10 @@ from seqloom.describe import ModelSpec
 from seqloom.describe.huggingface import has_known_type
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
+from seqloom.integrations.transformers.checks import decoder_of
 from seqloom.integrations.transformers.describe import LOCAL, describe_folder, from_config, language_model_config
+from seqloom.integrations.transformers.parts import call_layers_on_meta
+from seqloom.integrations.transformers.weights import known_transforms, locate
 from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
 from seqloom.models.files import ReadRows, open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
@@ -53,8 +57,8 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voca
 def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
     """Build the model of a folder and attach it to the engine: see `train.model.ModelFamily`.
 
-    On the meta device it has no values and nothing reads them. Refuses what `check` refuses, and a folder that cannot
-    be read or lacks parameters.
+    On the meta device it has no values and nothing reads them; there its layers are called, to find what only shows in
+    a call. Refuses what `check` refuses, and a folder that cannot be read or lacks parameters.
     """
     folder = cast("Path", config.model.huggingface)
     try:
@@ -62,7 +66,7 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
             model, read = _build(folder, config.model.seed, device, dtype)
     except SeqloomError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # whatever the class may raise for this config, and files for what is in them
         reason = str(error).strip().partition("\n")[0]
         raise SeqloomError(
             f"model.huggingface = {str(folder)!r} cannot be loaded ({reason}); give a folder that "
@@ -70,6 +74,8 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
         ) from error
     try:
         adapter = model_adapter(attach(model.train(), longest=config.data.max_length))
+        if device.type == "meta":
+            call_layers_on_meta(decoder_of(model), model.get_input_embeddings(), adapter.layers)
     except SeqloomError as error:
         raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
     if read is None:
@@ -149,21 +155,30 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def _reader(folder: Path, model: Any) -> ReadRows | None:
-    """Return what reads the parameters of a folder by name; None if only transformers knows which tensors they are."""
-    saved = model.state_dict()
-    if _converts(model.config.model_type) or any(name in saved for name, _ in model.named_buffers()):
+    """Return what reads the parameters of a folder by name; None if only transformers knows which tensors they are.
+
+    Buffers that the folder has are read at once.
+    """
+    saved, transforms = model.state_dict(), known_transforms(model.config.model_type)
+    if transforms is None:
         return None
     shapes, read = open_safetensors(*_weight_files(folder))
-    wanted = {name: list(each.shape) for name, each in model.named_parameters()}
+    buffers = {name: each for name, each in model.named_buffers() if name in saved}
+    wanted = {name: list(each.shape) for name, each in (*model.named_parameters(), *buffers.items())}
     parts = (WHOLE_MODEL,) if _language_model_of(folder) is None else LANGUAGE_MODELS
-    part = next((each for each in parts if all(shapes.get(each.stored(n)) == wanted[n] for n in wanted)), None)
-    if part is None:
+    part, located = next(
+        ((each, found) for each in parts if (found := locate(wanted, each.own_names(shapes), shapes, transforms))),
+        (WHOLE_MODEL, None),
+    )
+    if located is None:
         return None
     ignored = re.compile("|".join({*IGNORED_TENSORS, *(model._keys_to_ignore_on_load_unexpected or ())}))
-    known = {part.stored(name) for name in saved}
+    known = {part.stored(name) for name in saved}.union(*(chain(*each.tensors) for each in located.values()))
     others = [name for name in shapes if name.startswith(part.prefixes) and name not in known]
     _refuse_unused(folder, [name for name in others if not ignored.search(name)])
-    return lambda name, rows: read(part.stored(name), rows)
+    for name, buffer in buffers.items():
+        buffer.copy_(located[name].read(read, slice(None)))
+    return lambda name, rows: located[name].read(read, rows)
 
 
 class ModelPart(NamedTuple):
@@ -183,6 +198,16 @@ class ModelPart(NamedTuple):
         """Return the name in the files of a parameter of the causal model."""
         inner = name.removeprefix("model.")
         return self.head + name if inner == name else self.decoder + inner
+
+    def own_names(self, stored: Iterable[str]) -> dict[str, str]:
+        """Return the tensors of files that belong to the causal model, by the names that they have in it."""
+        found = {}
+        for name in stored:
+            if name.startswith(self.decoder):
+                found["model." + name.removeprefix(self.decoder)] = name
+            elif name.startswith(self.head):
+                found[name.removeprefix(self.head)] = name
+        return found
 
 
 WHOLE_MODEL = ModelPart("model.", "", ("",))
@@ -229,7 +254,9 @@ def _load_all(folder: Path, dtype: torch.dtype) -> Any:
             )
         options["config"] = text  # transformers knows where these have their language model
     model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
-    _refuse_unused(folder, report["unexpected_keys"])
+    _refuse_unused(
+        folder, [name for name in report["unexpected_keys"] if text is None or _of_language_model(name, model)]
+    )
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
         raise SeqloomError(
@@ -237,6 +264,16 @@ def _load_all(folder: Path, dtype: torch.dtype) -> Any:
             f"another shape there, {missing[0]} among them; give the folder of the whole model"
         )
     return model.to(dtype)
+
+
+def _of_language_model(name: str, model: Any) -> bool:
+    """Whether a tensor beside those of a language model, of a model of images and text, would be part of it.
+
+    Transformers reports such names as they are in the files, or as it has renamed them.
+    """
+    prefixes = tuple(prefix for part in LANGUAGE_MODELS for prefix in part.prefixes)
+    modules = {tuple(each.split(".")[:2]) for each in model.state_dict()}
+    return name.startswith(prefixes) or tuple(name.split(".")[:2]) in modules
 
 
 def _refuse_unused(folder: Path, names: Iterable[str]) -> None:

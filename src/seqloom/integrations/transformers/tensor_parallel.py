@@ -50,8 +50,10 @@ def tensor_plan(
     if any(hasattr(module, "kv_lora_rank") for module in causal.modules()):
         raise NoTensorParallel("its attention is latent (MLA), and a latent that all heads share is not cut")
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
+    parts = (*causal.named_modules(), *causal.named_parameters())
     of_layers = tuple(_pattern(names[layer]) + "." for layer in layers)
-    _check_styles({key: style for key, style in plan.items() if key.startswith(of_layers)})
+    there = {pattern for name, _ in parts if (pattern := _pattern(name)).startswith(of_layers)}
+    _check_styles({key: style for key, style in plan.items() if key in there})  # others are of layers of another kind
     parameter_names = {parameter: name for name, parameter in model.named_parameters()}
     regions, tp_axes = [], {}
     for layer in layers:

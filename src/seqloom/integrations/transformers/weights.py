@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -41,8 +41,8 @@ class StoredParameter(NamedTuple):
         """Return rows of the parameter; `read` does it of a tensor."""
         if self.axis is None:
             return read(self.tensors[0][0], rows)
-        everything = slice(None)
-        return torch.stack([torch.cat([read(name, everything) for name in own], self.axis) for own in self.tensors[rows]])
+        experts = ([read(name, slice(None)) for name in own] for own in self.tensors[rows])
+        return torch.stack([torch.cat(tensors, self.axis) for tensors in experts])
 
     def fits(self, shapes: Mapping[str, Shape], wanted: Shape) -> bool:
         """Whether what is stored has the shape of a parameter."""
@@ -110,14 +110,13 @@ def known_transforms(model_type: str) -> Transforms | None:
 
 def _expert_join(transform: Any) -> ExpertJoin | None:
     """Return a conversion of transformers that stacks the tensors of experts, and joins several of each."""
-    operations = [(type(each).__name__, each.dim) for each in getattr(transform, "operations", ()) if hasattr(each, "dim")]
-    stacked = operations[:1] == [("MergeModulelist", 0)] and len(operations) == len(getattr(transform, "operations", ()))
+    operations = [(type(each).__name__, getattr(each, "dim", None)) for each in getattr(transform, "operations", ())]
     joined = [dim for name, dim in operations[1:] if name == "Concatenate"]
-    if not stacked or len(operations) != 1 + len(joined) or len(joined) > 1 or len(transform.target_patterns) != 1:
+    stacked = operations[:1] == [("MergeModulelist", 0)] and len(operations) == 1 + len(joined) <= 2
+    if not stacked or len(transform.target_patterns) != 1 or (len(transform.source_patterns) > 1 and not joined):
         return None
-    if len(transform.source_patterns) != 1 and not joined:
-        return None
-    return ExpertJoin(tuple(transform.source_patterns), transform.target_patterns[0], joined[0] - 1 if joined else 0)
+    axis = cast("int", joined[0]) - 1 if joined else 0
+    return ExpertJoin(tuple(transform.source_patterns), transform.target_patterns[0], axis)
 
 
 def locate(

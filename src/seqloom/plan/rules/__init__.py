@@ -21,6 +21,7 @@ RULES: dict[str, Callable[[Plan], None]] = {
     "stage-ranks": structure.stage_ranks,
     "layers": structure.layers,
     "work": structure.work,
+    "offload": structure.offload,
     "lighter": structure.lighter,
     "group-ranks": structure.group_ranks,
     "group-shape": structure.group_shape,

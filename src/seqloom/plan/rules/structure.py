@@ -73,14 +73,16 @@ def limits(plan: Plan) -> None:
         nearest = max(1, round(own.ranks / own.node_size)) * own.node_size
         value = f"{own.ranks} ranks in nodes of {own.node_size}"
         raise violation("limits", value, "ranks are a whole number of nodes", f"use {nearest} ranks")
-    names = [checkpoint for checkpoint, _ in own.capacity]
-    if not names or len(set(names)) < len(names) or not set(names) <= set(Checkpoint):
-        value = f"capacity is given for {names}"
-        raise violation("limits", value, "every checkpoint at most once", f"choose among {', '.join(Checkpoint)}")
-    for checkpoint, tokens in own.capacity:
-        if not whole_numbers([tokens]) or tokens < 1:
-            value = f"capacity of checkpoint {checkpoint} is {tokens!r} tokens"
-            raise violation("limits", value, "at least 1 token per rank and round", "raise the memory budget")
+    for key in ("capacity", "offload_capacity"):
+        names = [checkpoint for checkpoint, _ in getattr(own, key)]
+        missing = key == "capacity" and not names
+        if missing or len(set(names)) < len(names) or not set(names) <= set(Checkpoint):
+            value = f"{key} is given for {names}"
+            raise violation("limits", value, "every checkpoint at most once", f"choose among {', '.join(Checkpoint)}")
+        for checkpoint, tokens in getattr(own, key):
+            if not whole_numbers([tokens]) or tokens < 1:
+                value = f"{key} of checkpoint {checkpoint} is {tokens!r} tokens"
+                raise violation("limits", value, "at least 1 token per rank and round", "raise the memory budget")
     for kind, chosen in ((Sharding, plan.sharding), (Reduce, plan.reduce)):
         if chosen not in list(kind):
             value = f"{kind.__name__.lower()} is {chosen!r}"
@@ -164,6 +166,20 @@ def lighter(plan: Plan) -> None:
         if not whole_numbers((count,)) or not 0 < count < stage.layer_count:
             must = f"they are some of the {stage.layer_count} layers of the stage, not all"
             raise violation("lighter", value, must, f"use 0 to {stage.layer_count - 1}")
+
+
+def offload(plan: Plan) -> None:
+    """Some or all layers of a stage are offloaded; all or none where the stage is recomputed as one."""
+    for where, stage, share in stage_batches(plan):
+        count, layers = share.offloaded_layers, stage.layer_count
+        if whole_numbers((count,)) and count == 0:
+            continue
+        value = f"{place(where)} has {count!r} layers whose activations are offloaded"
+        if not whole_numbers((count,)) or not 0 < count <= layers:
+            raise violation("offload", value, f"the stage has {layers} layers", f"use 0 to {layers}")
+        if share.checkpoint == Checkpoint.STAGE and count < layers:
+            must = f"checkpoint {share.checkpoint} stores the input of the stage and nothing of its {layers} layers"
+            raise violation("offload", value, must, f"use 0 or {layers}")
 
 
 def group_ranks(plan: Plan) -> None:

@@ -63,14 +63,14 @@ def pieces(plan: Plan) -> None:
     Keys and values of earlier pieces stay where they were computed, and a later piece reads them there. With a ring
     they are passed around beside the piece's own.
     """
-    home: dict[tuple[int, int], tuple[object, ...]] = {}
+    home: dict[tuple[int, int], tuple[tuple[int, ...], int, int, bool]] = {}
     seen: dict[tuple[int, int], tuple[int, int]] = {}
     lengths = plan.documents
     for (p, r, s, _), _, group in stage_groups(plan):
         for document, start, stop in group.spans:
             if stop - start == lengths[document]:
                 continue
-            key, shape = (s, document), (group.ranks, group.ulysses, group.ring)
+            key, shape = (s, document), (group.ranks, group.ulysses, group.ring, group.latent)
             here = f"{place((p, r, s))}: document {document} [{start}:{stop})"
             before = seen.setdefault(key, (p, -1))
             if before == (p, r) or before[0] != p:
@@ -79,14 +79,18 @@ def pieces(plan: Plan) -> None:
                 raise violation("pieces", f"{here} {what}", must, f"move it to a later round of pipeline {before[0]}")
             seen[key] = (p, r)
             if home.setdefault(key, shape) != shape:
-                ranks, ulysses, ring = home[key]
-                value = f"{here} is on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
+                value, first = (
+                    f"ranks {ranks} with ulysses {ulysses} x ring {ring}{', latent' if latent else ''}"
+                    for ranks, ulysses, ring, latent in (shape, home[key])
+                )
                 must = "all pieces of a document are on the same ranks in the same shape"
-                raise violation("pieces", value, must, f"use ranks {ranks} with ulysses {ulysses} x ring {ring}")
-            if group.method == Method.GATHER or group.route is not None:
-                how = "a route" if group.route is not None else f"method {group.method}"
-                must = "a document in pieces needs method ring, without a route"
-                raise violation("pieces", f"{here} is in a group with {how}", must, "use method ring and no route")
+                raise violation("pieces", f"{here} is on {value}", must, f"use {first}")
+            if group.method == Method.GATHER or group.route is not None or group.states:
+                how = f"method {group.method}" if group.route is None else "a route"
+                how = "states that go from rank to rank" if group.states else how
+                must = "a document in pieces needs method ring, without a route, and scans of heads"
+                way_out = "use method ring and no route, and no states"
+                raise violation("pieces", f"{here} is in a group with {how}", must, way_out)
 
 
 def stage_spans(plan: Plan) -> None:
@@ -107,9 +111,9 @@ def capacity(plan: Plan) -> None:
     """No rank holds more tokens in a round than its checkpoint allows, documents rounded up to the `pad_multiple`.
 
     A group of degree d with T tokens puts ceil(T / d) on each of its ranks; a rank in several groups holds
-    their sum. Where some layers recompute less, a token takes the memory of both checkpoints in proportion.
+    their sum. Where some layers recompute less, or are offloaded, a token takes the memory of both kinds in proportion.
     """
-    allowed = dict(plan.limits.capacity)
+    allowed, offloaded = dict(plan.limits.capacity), dict(plan.limits.offload_capacity)
     pad = plan.limits.pad_multiple
     for where, stage, share in stage_batches(plan):
         lighter = (share.checkpoint.lighter if share.lighter_layers else None) or share.checkpoint
@@ -118,7 +122,13 @@ def capacity(plan: Plan) -> None:
                 value = f"{place(where)} uses checkpoint {checkpoint}"
                 must = "the limits give a capacity for every checkpoint that is used"
                 raise violation("capacity", value, must, f"choose among {', '.join(allowed)}")
-        most = mixed_capacity(allowed[share.checkpoint], allowed[lighter], share.lighter_layers, stage.layer_count)
+        other, others, also = allowed[lighter], share.lighter_layers, ""
+        if share.lighter_layers:
+            also = f", with {others} layers that recompute less,"
+        elif share.offload:
+            other, others = offloaded.get(share.checkpoint, allowed[share.checkpoint]), share.offloaded_layers
+            also = f", with {others} layers offloaded,"
+        most = mixed_capacity(allowed[share.checkpoint], other, others, stage.layer_count)
         held: dict[int, int] = {}
         for group in share.groups:
             tokens = sum([-(-(stop - start) // pad) for _, start, stop in group.spans]) * pad
@@ -133,7 +143,6 @@ def capacity(plan: Plan) -> None:
             if max(load.values()) > most:
                 rank = next(rank for rank, tokens in load.items() if tokens > most)
                 value = f"{place(where)} puts {load[rank]} tokens on rank {rank}"
-                also = f", with {share.lighter_layers} layers that recompute less," if share.lighter_layers else ""
                 must = f"checkpoint {share.checkpoint}{also} allows {most} tokens per rank and round"
                 way_out = f"spread {load[rank] - most} of them over more ranks or over other rounds"
                 raise violation("capacity", value, must, way_out)

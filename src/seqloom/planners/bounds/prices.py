@@ -57,18 +57,20 @@ class DegreePrices:
 
 
 class ShapeRates(NamedTuple):
-    """The best placement of a shape: float64[L] ns per token without attention, and ns of a group before any."""
+    """The best placement of a shape, float64[L] ns each: per token without attention, of a group before any, and of a
+    document however short."""
 
     shape: GroupShape
     token_ns: np.ndarray
     fixed_ns: np.ndarray
+    document_ns: np.ndarray
 
 
 def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> DegreePrices:
     """Price documents of so many tokens, float64[n], in every shape, and keep the best of every degree."""
     rates = shape_rates(cost, policy)
     single = cost.engine.token_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())  # one TP group, no exchanges
-    linear = (single["linear"] + single.get("head", 0.0)) * cost.tensor
+    linear = (single["linear"] - cost.engine.scan_token_ns(policy) + single.get("head", 0.0)) * cost.tensor
     round_fixed = _round_fixed(cost, policy)
     attention = cost.engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
     capacity, token_movable = cost.capacity(policy), movable_ns(cost, policy)
@@ -76,10 +78,10 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
     for degree in degrees:
         movable = token_movable * tokens / degree
         best: list[np.ndarray] = []
-        for (shape, token_ns, fixed_ns), computing in zip(rates, attention, strict=True):
+        for (shape, token_ns, fixed_ns, document_ns), computing in zip(rates, attention, strict=True):
             if shape.degree != degree:
                 continue
-            streams = token_ns[:, None] * tokens
+            streams = token_ns[:, None] * tokens + document_ns[:, None]
             streams[: 1 if shape.overlaps_kv else 2] += computing
             if degree == 1:
                 streams[1] = linear * tokens  # its attention may be what a ring hides behind
@@ -178,12 +180,13 @@ def shape_rates(cost: CostModel, policy: MemoryPolicy) -> tuple[ShapeRates, ...]
     """The rates of every shape, stream by stream the least over its placements."""
     found = []
     for shape, traffics in candidate_shapes(cost):
-        token, fixed = [], []
+        token, fixed, document = [], [], []
         for traffic in traffics:
             routed = shape._replace(routed=traffic.proxies > 0)
             token.append(_streams(cost.engine.token_ns(routed, policy, traffic), shape.overlaps_kv))
             fixed.append(_streams(cost.engine.fixed_ns(routed, policy, traffic._replace(slices=1)), shape.overlaps_kv))
-        found.append(ShapeRates(shape, np.min(token, axis=0), np.min(fixed, axis=0)))
+            document.append(_streams(cost.engine.document_ns(routed, policy, traffic), shape.overlaps_kv))
+        found.append(ShapeRates(shape, *(np.min(each, axis=0) for each in (token, fixed, document))))
     return tuple(found)
 
 
@@ -204,7 +207,8 @@ def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraff
     """Rings and gathers of any size, with any Ulysses inside, each with traffics no worse than that of any placement.
 
     Above ``EVERY_SIZE`` ranks, of any size up to two nodes, then over whole nodes, four sizes per doubling. Without
-    constants of links, the profile's own shapes. Where tensor-parallel groups split weights, of whole teams.
+    constants of links, the profile's own shapes. Where tensor-parallel groups split weights, of whole teams. Of a model
+    with latents, all of them once more with these, and where scans can pass states, once more so.
     """
     if cost.engine.links is None:
         return [(shape, (cost.aligned_traffic(shape),)) for shape in cost.shapes]
@@ -219,7 +223,9 @@ def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraff
                     shape = GroupShape(ulysses, degree // ulysses, method)
                     traffics = _least_traffics(shape, cost)
                     found += [(shape, traffics)] * bool(traffics)
-    return found
+    found += [(shape._replace(latent=True), traffics) for shape, traffics in found if cost.model.latent]
+    passing = [(shape, traffics) for shape, traffics in found if shape.degree > 1 and cost.model.mixer_state]
+    return found + [(shape._replace(states=True), traffics) for shape, traffics in passing]
 
 
 def _grid(most: int) -> list[int]:
@@ -254,7 +260,7 @@ def _traffic_over_nodes(shape: GroupShape, blocks: int, nodes: int, nics: int, t
     """
     inner, ring = shape.ulysses, shape.ring
     fullest, least = min(blocks, ring - 1), -(-ring // nodes)
-    left = inner * min(b * (ring - b) for b in (least, fullest))
+    left = inner * min(b * (ring - b) for b in (least, fullest))  # of each rank to those of its Ulysses index
     counts = range(max(2, -(-ring // blocks)), min(nodes, ring) + 1)  # of nodes
     once = inner * min(-(-ring // count) * (count - 1) for count in counts)
 
@@ -267,6 +273,7 @@ def _traffic_over_nodes(shape: GroupShape, blocks: int, nodes: int, nics: int, t
         gather=traffic(ring - fullest, left),
         gather_once=traffic(1, once),
         tensor=MessageCounts(intra=tensor - 1),
+        everyone=traffic(inner * (ring - fullest), inner * left),
     )
 
 
@@ -290,6 +297,7 @@ def remap_transfer_ns(cost: CostModel, links: Communication, policy: MemoryPolic
 
     Where a shard group has several nodes, part of a rank's tokens may use the network beside the rest on NVLink.
     """
-    values, _ = remap_exchanges(cost.model, remap, policy.checkpoint)
+    forms = (False, True) if cost.model.latent else (False,)
+    values = min(remap_exchanges(cost.model, remap, policy.checkpoint, latent)[0] for latent in forms)
     near, far = links.message_ns(values * cost.model.layers * ACTIVATION_BYTES, "all_to_all")
     return near if cost.shard_group_size <= cost.node_size else near * far / (near + far)

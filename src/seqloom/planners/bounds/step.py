@@ -61,8 +61,10 @@ MAX_MIXED_ROUNDS = 12
 def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
     """A time in ns, with the step's overhead, that no plan of one stage for these documents beats.
 
-    SeqloomError if no plan can hold them.
+    Plans that offload activations count where nothing else holds the documents, see `CostModel.holding`. SeqloomError
+    if no plan can hold them.
     """
+    cost = cost.holding(lengths)
     possible = {problem.policy.reduce for problem in fitting_problems(lengths, cost)}
     return min(policies_bound(lengths, cost, [v for v in cost.policies if v.reduce == reduce]) for reduce in possible)
 
@@ -503,8 +505,9 @@ def _most_saved(saved: np.ndarray, capacity: np.ndarray, tokens: float) -> np.nd
 def plan_bound(plan: Plan, cost: CostModel) -> int | None:
     """ns that no plan for the same documents on the same stages beats; None where nothing is proven.
 
-    Plans of one stage: `lower_bound`, over all plans of one stage with its tensor degree; nothing is proven for
-    documents in pieces there. Several pipelines, stages that split weights, and parameters that are gathered for every
+    Plans of one stage: `lower_bound`, over all plans of one stage with its tensor degree, those that offload among them
+    where this one does, or where the cost model lets price decide; nothing is proven for documents in pieces there.
+    Several pipelines, stages that split weights, and parameters that are gathered for every
     pass, which leaves more memory: `pipelines_bound`.
     """
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
@@ -512,7 +515,9 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
         spans = sum(len(group.spans) for entry in plan.pipelines[0].rounds for group in entry.groups)
         if spans > len(plan.documents):
             return None
-        return lower_bound(np.array(plan.documents), cost.with_tensor(stages[0].tensor))
+        own = cost.with_tensor(stages[0].tensor)
+        offloads = any(work.offload for entry in plan.pipelines[0].rounds for work in entry.by_stage)
+        return lower_bound(np.array(plan.documents), own.with_offload() if offloads or cost.offload is True else own)
     if len(plan.pipelines) == 1 and len(stages) > 1 and all(stage.tensor == 1 for stage in stages):
         return stages_bound(plan, plan.pipelines[0], cost)
     return pipelines_bound(plan, cost)
@@ -603,9 +608,10 @@ def _shape_prices(cost: CostModel, lengths: tuple[int, ...]) -> ShapePrices:
     rates = shape_rates(cost, policy)
     attention = engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
     degree, layers, head = [], [], []
-    for (shape, token_ns, _), computing in zip(rates, attention, strict=True):
+    for (shape, token_ns, _, document_ns), computing in zip(rates, attention, strict=True):
         head_ns = engine.token_ns(shape, policy, GroupTraffic()).get("head", 0.0)
         degree.append(shape.degree)
         head.append(np.maximum(head_ns * tokens - 1.0, 0.0))
-        layers.append(np.maximum((token_ns[0] - head_ns) * tokens + computing - ROUNDED, 0.0))
+        own = (token_ns[0] - head_ns) * tokens + document_ns[0] + computing
+        layers.append(np.maximum(own - ROUNDED, 0.0))
     return ShapePrices(np.array(degree), np.stack(layers), np.stack(head))

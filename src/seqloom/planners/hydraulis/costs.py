@@ -20,7 +20,7 @@ import numpy as np
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.memory import pipeline_checkpoints, pp_rank_bytes
 from seqloom.cost.resharding import microbatch_tokens, reshard_times, unshard_times
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.plan import Action, ActionKind, Checkpoint, Pipeline, Reduce
 from seqloom.planners.hydraulis.strategy import (
     ConfigCost,
@@ -57,7 +57,7 @@ def config_costs(cost: CostModel, longest: int) -> dict[ParallelConfig, ConfigCo
             if (priced := fit_config(cost, each)) is not None:
                 fitted[each] = priced
     if not fitted:
-        raise SeqloomError(
+        raise MemoryBudgetError(
             f"no pipeline on {cost.ranks} ranks holds the state of {cost.model.name} and one token in "
             f"{cost.budget_bytes / 1024**3:.1f} GiB per GPU; raise the memory budget or use more GPUs"
         )
@@ -162,7 +162,7 @@ def token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool) 
                 tokens.append(microbatch_tokens(inside, layers, replicas, checkpoint, in_flight))
             else:
                 free = inside.budget_bytes - pp_rank_bytes(inside, (layers,), layout.shard_group_size(inside))
-                own = inside.memory.activation_bytes(layers, checkpoint, offload=False)
+                own = inside.memory.activation_bytes(layers, checkpoint)
                 tokens.append(int(free // (in_flight * own.held + max(own.forward, own.backward))))
         capacity[MemoryPolicy(checkpoint, Reduce.STEP, resident=True)] = min(tokens)
     return capacity

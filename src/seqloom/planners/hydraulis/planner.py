@@ -8,10 +8,11 @@ correct the numbers, and the documents are dispatched once more. The fastest pla
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -256,20 +257,26 @@ class _BlockPlanner:
         The capacity of a checkpoint becomes the largest of any block: each block was planned within its own.
         """
         ordered = sorted(parts, key=lambda part: part.block.start)
-        capacity: dict[Checkpoint, int] = {}
-        for part in ordered:
-            for checkpoint, tokens in part.plan.limits.capacity:
-                capacity[checkpoint] = max(tokens, capacity.get(checkpoint, 0))
+        own = [part.plan.limits for part in ordered]
         limits = replace(
-            ordered[0].plan.limits,
+            own[0],
             ranks=self.cost.ranks,
             node_size=self.cost.node_size,
-            capacity=tuple((checkpoint, capacity[checkpoint]) for checkpoint in Checkpoint if checkpoint in capacity),
+            capacity=_largest(each.capacity for each in own),
+            offload_capacity=_largest(each.offload_capacity for each in own),
         )
         pipelines = tuple(_renumbered(pipeline, part) for part in ordered for pipeline in part.plan.pipelines)
         documents = tuple(self.lengths.tolist())
         plan = Plan(limits, self.cost.sharding, Reduce.STEP, documents, pipelines, "hydraulis")
         return StrategyPlan(plan, predicted_ns(plan, self.cost), assignment, tuple(parts))
+
+
+def _largest(capacities: Iterable[tuple[tuple[Checkpoint, int], ...]]) -> tuple[tuple[Checkpoint, int], ...]:
+    """The largest capacity of every checkpoint."""
+    found: dict[Checkpoint, int] = {}
+    for checkpoint, tokens in chain.from_iterable(capacities):
+        found[checkpoint] = max(tokens, found.get(checkpoint, 0))
+    return tuple((checkpoint, found[checkpoint]) for checkpoint in Checkpoint if checkpoint in found)
 
 
 def plan_resharding_pipeline(
@@ -303,7 +310,7 @@ def plan_resharding_pipeline(
         times = [tables.group_ns(index, np.arange(len(batch))) for index in range(len(shapes))]
         shape = shapes[times.index(min(times))]
         spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
-        groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
+        groups = [cost.group(shape, stage.ranks, spans) for stage in stages]
         rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
     rows = build_schedule("1f1b", config.stages, len(batches)).pipeline_actions()
     limits = tuple((policy.checkpoint, tokens) for policy, tokens in capacity.items())

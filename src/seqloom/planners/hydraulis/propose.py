@@ -19,7 +19,7 @@ from math import gcd
 
 import numpy as np
 
-from seqloom.errors import SeqloomError, drop_longer
+from seqloom.errors import MemoryBudgetError, drop_longer
 from seqloom.planners.hydraulis.dispatch import assign, lower_bound, problem_of
 from seqloom.planners.hydraulis.strategy import (
     ConfigCost,
@@ -64,7 +64,7 @@ def propose(
     limits = [cost.max_tokens for cost in legal.values()]
     most_tokens = max(limits, default=0)
     if most_tokens < data.max():
-        raise SeqloomError(
+        raise MemoryBudgetError(
             f"the longest document has {data.max()} tokens, but the largest of {len(legal)} parallel configs holds "
             f"{most_tokens}; {drop_longer(most_tokens)}, raise the memory budget or use more GPUs"
         )

@@ -86,7 +86,8 @@ class DocumentCosts:
     @property
     def degrees(self) -> tuple[int, ...]:
         """Degrees of groups for documents in pieces."""
-        return tuple(sorted({shape.degree for shape in self.shapes if shape.method == Method.RING}))
+        rings = (shape for shape in self.shapes if shape.method == Method.RING and not shape.states)
+        return tuple(sorted({shape.degree for shape in rings}))
 
     @cached_property
     def document_ns(self) -> np.ndarray:
@@ -118,7 +119,13 @@ class DocumentCosts:
         return rows[int(streams.max(axis=0).argmin())]
 
     def _shapes_of(self, degree: int) -> list[int]:
-        return [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+        """Shapes of groups for documents in pieces: those that keep latents, where the model has some.
+
+        Keys and values made from them would take tens of times their memory until the last piece is done.
+        """
+        rings = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and not shape.states]
+        every = [s for s in rings if self.shapes[s].degree == degree]
+        return [s for s in every if self.shapes[s].latent] or every
 
 
 def _prefix_rates(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> list[float]:

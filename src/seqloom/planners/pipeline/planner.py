@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes, pipeline_limits, pp_rank_bytes
 from seqloom.describe import Batch
-from seqloom.errors import PlanError, SeqloomError, drop_longer, unknown_name
+from seqloom.errors import MemoryBudgetError, PlanError, SeqloomError, drop_longer, unknown_name
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches, MicroBatchSize, make_micro_batches
@@ -26,9 +26,11 @@ from seqloom.planners.pipeline.recompute_offload import (
     Choice,
     MicroBatchCosts,
     policies_of,
+    policy_capacity,
     stage_micro_batch,
 )
 from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages, stage_group_shapes
+from seqloom.planners.recompute import with_layer_choices, without_unused_limits
 from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, simulate_schedule
 from seqloom.schedules.search import BUDGET, balanced_schedule
 from seqloom.simulate import predicted_ns
@@ -119,7 +121,7 @@ def plan_pipeline(
     if not candidates:
         raise search.too_long()
     near = [each for each in candidates if each.makespan_ns * 100 <= candidates[0].makespan_ns * NEAR_PERCENT]
-    plans = [search.plan(candidate) for candidate in near]
+    plans = [with_layer_choices(search.plan(candidate), cost) for candidate in near]
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
@@ -244,10 +246,9 @@ class PipelineSearch:
 
     def _document_costs(self, base: int) -> tuple[DocumentCosts, int]:
         """(the batch priced under a policy, capacity of a rank in tokens of a micro-batch)."""
-        checkpoint = self.policies[base].checkpoint
-        policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+        policy = MemoryPolicy(self.policies[base].checkpoint, Reduce.STEP, resident=True)
         costs = DocumentCosts.of(self.lengths, self.cost, self.layout, policy)
-        return costs, dict(self.limits.capacity)[checkpoint]
+        return costs, policy_capacity(self.limits, self.policies[base])
 
     def _sizes(self, base: int, in_flight: int = 1) -> Iterator[MicroBatches]:
         """Micro-batches of every size to try, so small that a rank can hold `in_flight` of them at a time.
@@ -387,10 +388,9 @@ class PipelineSearch:
         """Build the plan of a candidate."""
         rounds = []
         for number, groups in enumerate(candidate.micro_batches.groups):
-            policies = [self.policies[k] for k in candidate.choice[:, number].tolist()]
-            stages = zip(self.layout.pp_rank_of_stage, policies, strict=True)
-            rounds.append(Round(tuple(stage_micro_batch(self.cost, self.layout, groups, *each) for each in stages)))
-        return Plan(
+            policies = enumerate(self.policies[k] for k in candidate.choice[:, number].tolist())
+            rounds.append(Round(tuple(stage_micro_batch(self.cost, self.layout, groups, *each) for each in policies)))
+        plan = Plan(
             limits=self.limits,
             sharding=self.cost.sharding,
             reduce=Reduce.STEP,
@@ -398,13 +398,15 @@ class PipelineSearch:
             pipelines=(Pipeline(self.layout.stages, tuple(rounds), candidate.schedule.pipeline_actions()),),
             planner="pipeline",
         )
+        return without_unused_limits(plan)
 
     def longest_document(self) -> int:
         """Tokens of the longest document that fits: uncut, or in pieces with its keys and values."""
         shapes = stage_group_shapes(self.cost, self.layout)
-        whole = max(shape.degree for shape in shapes) * max(tokens for _, tokens in self.limits.capacity)
+        most = max(policy_capacity(self.limits, policy) for policy in self.policies)
+        whole = max(shape.degree for shape in shapes) * most
         in_pieces = [
-            self._longest_in_pieces(Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, ()), policy)
+            self._longest_in_pieces(self.cost.group(shape, range(shape.degree), ()), policy)
             for policy in self.policies
             for shape in shapes
         ]
@@ -418,30 +420,31 @@ class PipelineSearch:
             free = float(cost.budget_bytes - pp_rank_bytes(cost, ranges, shard_group))
             per_token = working = 0.0
             for layers in ranges:
-                own = cost.memory.activation_bytes(layers, *policy)
+                own = cost.memory.activation_bytes(layers, policy.checkpoint, policy.offloaded_layers(layers))
                 working = max(working, own.forward, own.backward)
                 per_token += own.held / group.degree + sum(kv_cache_bytes(cost, layers, group, PROBE)) / PROBE
             first_piece = 2 / (group.degree * self.max_micro_batches)  # share of the tokens, on a rank
             fits.append(int(max(0.0, free) / max(per_token + first_piece * working, 1.0)))
         return min(fits) - min(fits) % cost.pad_multiple
 
-    def too_long(self) -> SeqloomError:
+    def too_long(self) -> MemoryBudgetError:
         """The error for a batch that no candidate holds: which document, and what would fit."""
         longest, fits, pp_size = int(self.lengths.argmax()), self.longest_document(), self.layout.pp_size
         tokens = int(self.lengths[longest])
         if tokens > fits:
-            return SeqloomError(
+            return MemoryBudgetError(
                 f"sequence {longest} has {tokens} tokens, more than the {pp_size} stages of "
                 f"{self.layout.ranks_per_stage} ranks hold even in pieces, recomputed and in host memory (about {fits} "
-                f"tokens); {drop_longer(fits)}, raise the memory budget, use more stages or more GPUs"
+                f"tokens); {drop_longer(fits)}, {self.cost.optimiser_way_out}raise the memory budget, use more stages "
+                "or more GPUs"
             )
         if len(self.schedules) > 1:
-            return SeqloomError(
+            return MemoryBudgetError(
                 f"{len(self.lengths)} sequences of {int(self.lengths.sum())} tokens need more than "
                 f"{self.max_micro_batches} micro-batches in the memory of {pp_size} stages; put fewer sequences into "
                 "a step, raise the memory budget (or the capacity, if one is set), or use more stages or more GPUs"
             )
-        return SeqloomError(
+        return MemoryBudgetError(
             f"schedule {self.schedules[0]!r} cannot run this batch in {self.cost.budget_bytes / GIB:.1f} GiB per GPU: "
             f"sequence {longest} of {tokens} tokens is near what {pp_size} stages hold (about {fits}); take schedule "
             f"'auto', raise the memory budget, use more stages, or {drop_longer(fits)}"

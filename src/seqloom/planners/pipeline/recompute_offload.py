@@ -16,7 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
-from seqloom.cost.memory import offload_ns, pp_rank_bytes
+from seqloom.cost.forward_backward import (
+    FORWARD,
+    FULL_SHARE,
+    extend_for_offload,
+    forward_and_weight_cuts,
+    share_between,
+)
+from seqloom.cost.memory import pp_rank_bytes
 from seqloom.cost.plan_cost import COST_COLUMNS, rank_costs, rank_times, scale_to_layers
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.pipeline.long_sequences import StageGroups
@@ -25,7 +32,6 @@ from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import Schedule, Times
 from seqloom.schedules.memory import UnitMemory, memory_walk
 from seqloom.simulate.memory import KVCacheChanges, kv_cache_changes
-from seqloom.simulate.microbatch import FORWARD, FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
 
 WALKS = 8
 """Walks along a row of actions, at most, to make it fit."""
@@ -35,29 +41,35 @@ Choice = np.ndarray
 
 
 class ActivationPolicy(NamedTuple):
-    """Which activations of a micro-batch a stage recomputes, and whether it offloads the others."""
+    """Which activations of a micro-batch a stage recomputes, and whether all its layers offload the others."""
 
     checkpoint: Checkpoint
     offload: bool = False
 
+    def offloaded_layers(self, layers: LayerRange) -> int:
+        """Layers of a stage that are offloaded."""
+        return (layers.stop - layers.first) if self.offload else 0
+
 
 def policies_of(limits: Limits) -> tuple[ActivationPolicy, ...]:
     """Policies that a plan may use, the fastest first; those that offload come last."""
-    checkpoints = [checkpoint for checkpoint, _ in limits.capacity]
-    offloaded = [c for c in (Checkpoint.FULL, Checkpoint.STAGE, Checkpoint.PROFILE) if c in checkpoints]
-    return (*map(ActivationPolicy, checkpoints), *(ActivationPolicy(c, offload=True) for c in offloaded))
+    kept = (ActivationPolicy(checkpoint) for checkpoint, _ in limits.capacity)
+    return (*kept, *(ActivationPolicy(checkpoint, offload=True) for checkpoint, _ in limits.offload_capacity))
+
+
+def policy_capacity(limits: Limits, policy: ActivationPolicy) -> int:
+    """Tokens of a micro-batch that a rank holds under a policy."""
+    return dict(limits.offload_capacity if policy.offload else limits.capacity)[policy.checkpoint]
 
 
 def stage_micro_batch(
-    cost: CostModel, layout: StageLayout, groups: StageGroups, pp_rank: int, policy: ActivationPolicy
+    cost: CostModel, layout: StageLayout, groups: StageGroups, stage: int, policy: ActivationPolicy
 ) -> StageMicroBatch:
     """One stage's part of a micro-batch, on the ranks of its pp_rank."""
-    first = pp_rank * layout.ranks_per_stage
-    placed = [
-        Group(tuple(range(first + at, first + at + shape.degree)), shape.ulysses, shape.ring, spans, shape.method)
-        for shape, at, spans in groups
-    ]
-    return StageMicroBatch(sort_groups(placed, cost.node_size), policy.checkpoint, offload=policy.offload)
+    first = layout.pp_rank_of_stage[stage] * layout.ranks_per_stage
+    placed = [cost.group(shape, range(first + at, first + at + shape.degree), spans) for shape, at, spans in groups]
+    offloaded = policy.offloaded_layers(layout.layer_ranges[stage])
+    return StageMicroBatch(sort_groups(placed, cost.node_size), policy.checkpoint, offloaded_layers=offloaded)
 
 
 class MicroBatchCosts:
@@ -121,8 +133,8 @@ class MicroBatchCosts:
             parts[slowest], rank_ns[slowest], FORWARD[policy.checkpoint], self.cost.engine.matmul_share
         )
         if policy.offload:
-            held = self.cost.memory.activation_bytes(layers, policy.checkpoint, offload=False).held
-            copied = np.array([offload_ns(held * tokens) for tokens in self.tokens.tolist()])
+            size = self.cost.memory.host_bytes(layers, policy.checkpoint, policy.offloaded_layers(layers))
+            copied = self.cost.engine.copy_ns(size * self.tokens)
             length, forward, weights = extend_for_offload(length, forward, weights, copied)
         edges = (np.zeros_like(forward), forward, weights, np.full_like(forward, FULL_SHARE))
         return tuple(share_between(length, low, high) for low, high in pairwise(edges))
@@ -172,10 +184,15 @@ class ActivationMemory:
         self.free = [
             cost.budget_bytes - pp_rank_bytes(cost, ranges, shard_group) for ranges in layout.ranges_by_pp_rank
         ]
-        capacity = dict(limits.capacity)
-        self._allowed = [(costs.tokens <= capacity[policy.checkpoint]).tolist() for policy in policies]
+        self._allowed = [(costs.tokens <= policy_capacity(limits, policy)).tolist() for policy in policies]
         per_token = np.array(
-            [[cost.memory.activation_bytes(layers, *policy) for layers in layout.layer_ranges] for policy in policies]
+            [
+                [
+                    cost.memory.activation_bytes(layers, policy.checkpoint, policy.offloaded_layers(layers))
+                    for layers in layout.layer_ranges
+                ]
+                for policy in policies
+            ]
         )
         columns = np.ceil(np.moveaxis(per_token, 2, 0)[..., None] * costs.tokens)
         self._bytes = UnitMemory(*columns)  # float64[policies, stages, micro-batches] each

@@ -151,11 +151,14 @@ def stage_group_shapes(cost: CostModel, layout: StageLayout) -> dict[GroupShape,
 
     Groups lie on blocks of the group family, without routes: keys and values stay inside the pp_rank. The shapes are
     those that the cost model proposes for whole documents, and Ulysses of every degree: a document in pieces would send
-    the keys and values of its prefix round a ring again with every piece.
+    the keys and values of its prefix round a ring again with every piece. Of a model with latents, also Ulysses that
+    keeps these of earlier pieces.
     """
     width = layout.ranks_per_stage
     heads = [size for size in cost.family.sizes if size <= min(width, cost.model.heads)]
-    ulysses = [shape for shape in (GroupShape(size, 1) for size in heads) if shape in cost.engine.shapes]
+    plain = [GroupShape(size, 1) for size in heads]
+    every = (*plain, *(shape._replace(latent=True) for shape in plain))
+    ulysses = [shape for shape in every if shape in cost.engine.shapes]
     shapes: dict[GroupShape, tuple[int, ...]] = {}
     for shape in dict.fromkeys((*cost.shapes, *ulysses)):
         degree = shape.degree

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostBreakdown
+from seqloom.cost.forward_backward import FORWARD, computing_ns, forward_ns, weights_ns
 from seqloom.cost.shapes import COST_COLUMNS
 from seqloom.plan import Checkpoint
-from seqloom.simulate.microbatch import FORWARD, computing_ns, forward_ns, weights_ns
 
 CASES = [
     CostBreakdown(),
