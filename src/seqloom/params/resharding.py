@@ -109,7 +109,7 @@ class ReshardingParameters(Parameters):
         }
         offload_dtype = self._dtype if offload_optimiser else None
         self._masters = OptimizerShards(adapter, transport, device, offload_dtype=offload_dtype)
-        self._copies = ComputeCopies(adapter.module, param_dtype, self._masters.shapes)
+        self._copies = ComputeCopies(adapter.module, param_dtype, self._masters.shapes, device)
         self._resharders: dict[tuple[tuple[tuple[Stage, ...], ...], StageIndices, int], PlanResharders] = {}
         self._in_flight: dict[int, InFlight] = {}  # buckets of parameters on their way to the copies
         self._resharded = ReshardedStages({}, {}, self._copies)

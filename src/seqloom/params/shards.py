@@ -60,8 +60,10 @@ class ComputeCopies:
         parameters: the copies, in the module.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None, shapes: Sequence[torch.Size]) -> None:
-        """Replace a module's parameters by copies without memory.
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype | None, shapes: Sequence[torch.Size], device: torch.device
+    ) -> None:
+        """Replace a module's parameters by copies on a device, without memory.
 
         Args:
             dtype: of the copies; None: that of the parameters. Gradients add up in float32 or wider.
@@ -71,7 +73,7 @@ class ComputeCopies:
         self.parameters: list[nn.Parameter] = []
         new = {}
         for parameter in module.parameters():
-            empty = parameter.new_empty(0, dtype=dtype or parameter.dtype)
+            empty = torch.empty(0, dtype=dtype or parameter.dtype, device=device)
             copy = accumulate_wide(nn.Parameter(empty, requires_grad=parameter.requires_grad))
             new[id(parameter)] = copy
             self.parameters.append(copy)
