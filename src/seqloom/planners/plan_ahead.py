@@ -2,7 +2,7 @@
 
 It needs no torch and no data. The trainer submits the lengths of coming steps and takes the plan when a step begins. A
 plan that is late, or that the planner could not make, never stops a step: the fallback planner, static unless another
-is named, makes one at once, and the `StepPlan` carries the reason.
+is named, makes one at once, and the `StepPlan` carries the reason. A process that dies or hangs is replaced.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -24,6 +26,9 @@ from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.registry import PlannerChoice
 from seqloom.simulate import predicted_ns, simulate
+
+MOST_ENDS = 3
+"""Planning processes that may end in a row, before they answer anything, until none replaces them any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,9 @@ class StepPlan:
 class PlanAhead:
     """Plans coming steps in another process.
 
-    `take` drops the plans of earlier steps that were submitted but never taken.
+    A thread sends the process one request at a time and waits for its answer, so that neither side ever waits for the
+    other to read, and the trainer waits for no pipe. `take` drops the plans of earlier steps that were submitted but
+    never taken.
     """
 
     def __init__(
@@ -66,33 +73,36 @@ class PlanAhead:
         fallback: PlannerChoice = PlannerChoice("static"),  # noqa: B008 - frozen
         patience_s: float = 1.0,
         first_patience_s: float | None = None,
+        hang_s: float = 300.0,
     ) -> None:
         """Start the process.
 
         Args:
             planner: a name, see `make_plan`, or a planner with its options.
             fallback: plans in this process, at once, a step that the planner is late for or cannot plan.
-            patience_s: how long `take` waits for a plan before that.
+            patience_s: how long `take` waits for a plan before that; not again before the process has answered.
             first_patience_s: the same until the process has answered once: it starts, and may compile; None: as long.
+            hang_s: how long the process may take for one answer; then another one replaces it.
         """
-        self._cost, self._fallback, self._patience_s = cost, fallback, patience_s
-        chosen = PlannerChoice(planner) if isinstance(planner, str) else planner
-        self._timeout_s = patience_s if first_patience_s is None else first_patience_s
+        self._cost, self._fallback, self._patience_s, self._hang_s = cost, fallback, patience_s, hang_s
+        self._chosen = PlannerChoice(planner) if isinstance(planner, str) else planner
+        self._first_patience_s = patience_s if first_patience_s is None else first_patience_s
+        self._timeout_s = self._first_patience_s
+        self._requests: SimpleQueue[tuple[int, np.ndarray] | None] = SimpleQueue()
+        self._changed = threading.Condition()  # guards what follows
         self._answers: dict[int, StepPlan | _Failure] = {}
         self._submitted: set[int] = set()
-        context = get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, cost, chosen), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._taken = -1  # the latest step that `take` has returned
+        self._closed = False
+        self._process, self._connection = self._start()
+        self._thread = threading.Thread(target=self._exchange, daemon=True)
+        self._thread.start()
 
     def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
-        """Ask for the plan of a step. `take` reports a planner's process that has died."""
-        try:
-            self._connection.send((step, np.asarray(lengths, dtype=np.int64)))
+        """Ask for the plan of a step; returns at once."""
+        with self._changed:
             self._submitted.add(step)
-        except (BrokenPipeError, OSError):
-            self._answers[step] = self._died()
+        self._requests.put((step, np.asarray(lengths, dtype=np.int64)))
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, waiting for it if need be; that of the fallback planner if it is late or fails.
@@ -100,11 +110,16 @@ class PlanAhead:
         A step that was not submitted is planned now. ``lengths`` are the same as submitted.
         """
         begin = time.monotonic_ns()
-        if step not in self._submitted and step not in self._answers:
+        if step not in self._submitted:
             self.submit(step, lengths)
-        self._receive_until(step, begin + round(self._timeout_s * 1e9))
-        found = self._answers.pop(step, _Failure(0, f"no plan within {self._timeout_s:g} s"))
-        self._answers = {other: answer for other, answer in self._answers.items() if other > step}
+        with self._changed:
+            timeout_s = self._timeout_s
+            if not self._changed.wait_for(lambda: step in self._answers, timeout_s):
+                self._timeout_s = 0.0
+            found = self._answers.get(step, _Failure(0, f"no plan within {timeout_s:g} s"))
+            self._taken = step
+            self._answers = {other: answer for other, answer in self._answers.items() if other > step}
+            self._submitted = {other for other in self._submitted if other > step}
         if isinstance(found, _Failure):
             plan = self._fallback.plan(lengths, self._cost)
             predicted = predicted_ns(plan, self._cost)
@@ -114,11 +129,13 @@ class PlanAhead:
 
     def close(self) -> None:
         """Stop the process, which may not react to SIGTERM."""
-        self._connection.close()
-        self._process.join(timeout=0.2)
-        if self._process.is_alive():
+        with self._changed:
+            self._closed = True
             self._process.kill()
-            self._process.join()
+        self._requests.put(None)
+        self._thread.join()
+        self._process.join()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -126,24 +143,50 @@ class PlanAhead:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _receive_until(self, step: int, deadline_ns: int) -> None:
-        while step not in self._answers:
-            left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-            try:
-                if not self._connection.poll(max(0.0, left_s)):
-                    return
-                answered, answer = self._connection.recv()
-            except (EOFError, OSError):
-                self._answers[step] = self._died()
-                return
-            if answered in self._submitted:
-                self._submitted.discard(answered)
-                self._answers[answered] = answer
-                self._timeout_s = self._patience_s
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        """Start a process; it inherits the signals that the calling thread has blocked."""
+        context = get_context("spawn")
+        connection, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._cost, self._chosen), daemon=True)
+        process.start()
+        theirs.close()
+        return process, connection
 
-    def _died(self) -> _Failure:
-        self._process.join(timeout=1.0)
-        return _Failure(0, f"the planner's process has died (exit code {self._process.exitcode})")
+    def _exchange(self) -> None:
+        """Have requests answered one after the other, but for those of steps that are over."""
+        ends = 0  # processes in a row that ended before they answered anything
+        while (request := self._requests.get()) is not None:
+            step = request[0]
+            if step <= self._taken:
+                continue
+            answer = self._ask(request)
+            with self._changed:
+                if self._closed:
+                    return
+                self._timeout_s, ended = self._patience_s, isinstance(answer, _Failure) and answer.process_ended
+                ends = ends + 1 if ended else 0
+                if ended:
+                    self._connection.close()
+                if 0 < ends < MOST_ENDS:
+                    self._process, self._connection = self._start()
+                    self._timeout_s = self._first_patience_s
+                if step > self._taken:
+                    self._answers[step] = answer
+                self._changed.notify_all()
+
+    def _ask(self, request: tuple[int, np.ndarray]) -> StepPlan | _Failure:
+        """Return the answer of the process, or that it has ended."""
+        try:
+            self._connection.send(request)
+            if self._connection.poll(self._hang_s):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(timeout=1.0)
+            reason = f"the planner's process has died (exit code {self._process.exitcode})"
+            return _Failure(0, reason, process_ended=True)
+        self._process.kill()
+        self._process.join()
+        return _Failure(0, f"the planner's process did not answer within {self._hang_s:g} s", process_ended=True)
 
 
 class _Failure(NamedTuple):
@@ -151,15 +194,16 @@ class _Failure(NamedTuple):
 
     plan_ns: int
     reason: str
+    process_ended: bool = False
 
 
 def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice) -> None:
-    """Answer every (step, lengths) with (step, `StepPlan` or `_Failure`) until pipe or trainer are gone."""
+    """Answer every (step, lengths) with a `StepPlan` or `_Failure` until pipe or trainer are gone."""
     end_with_parent(1)
     while True:
         try:
             step, lengths = connection.recv()
-            connection.send((step, _answer(step, cost, chosen, lengths)))
+            connection.send(_answer(step, cost, chosen, lengths))
         except (EOFError, OSError):
             return
 

@@ -11,7 +11,7 @@ from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
-from seqloom.planners.plan_ahead import PlanAhead
+from seqloom.planners.plan_ahead import MOST_ENDS, PlanAhead
 from seqloom.simulate import simulate
 
 COST = cost_model("1x8xH200", "llama3-8b")
@@ -52,14 +52,57 @@ def test_a_planner_that_refuses_is_replaced_with_its_reason():
     assert taken.plan.hash == make_plan("static", BATCHES[1], COST).hash
 
 
+def test_batches_larger_than_a_pipe_do_not_block():
+    """Lengths of 14,000 documents, and their plan, are more than a pipe holds: both sides used to wait for ever."""
+    cost = cost_model("1x2xH200", "qwen3-0.6b")
+    lengths = np.full(14_000, 64)
+    with PlanAhead(cost, "static:1", patience_s=120) as ahead:
+        begin = time.monotonic()
+        for step in range(8):
+            ahead.submit(step, lengths)
+        assert time.monotonic() - begin < 1, "the trainer does not wait for the planner to read"
+        for step in range(2):
+            assert ahead.take(step, lengths).fallback_reason == ""
+
+
 def test_a_planner_that_dies_is_replaced():
     with PlanAhead(COST, "adaptive", patience_s=120) as ahead:
         assert ahead.take(0, BATCHES[1]).fallback_reason == ""
         os.kill(ahead._process.pid, signal.SIGKILL)
-        for step in (1, 2):
-            taken = ahead.take(step, BATCHES[1])
-            assert taken.fallback_reason == "the planner's process has died (exit code -9)"
-            assert taken.plan.hash == make_plan("static", BATCHES[1], COST).hash
+        taken = ahead.take(1, BATCHES[1])
+        assert taken.fallback_reason == "the planner's process has died (exit code -9)"
+        assert taken.plan.hash == make_plan("static", BATCHES[1], COST).hash
+        assert ahead.take(2, BATCHES[1]).plan.hash == make_plan("adaptive", BATCHES[1], COST).hash
+
+
+def test_a_planner_that_hangs_is_replaced_and_steps_do_not_wait_for_it_twice():
+    with PlanAhead(COST, "adaptive", patience_s=0.2, first_patience_s=120) as ahead:
+        assert ahead.take(0, BATCHES[1]).fallback_reason == ""
+        hanging, ahead._hang_s = ahead._process, 1.0
+        os.kill(hanging.pid, signal.SIGSTOP)
+        assert ahead.take(1, BATCHES[1]).fallback_reason == "no plan within 0.2 s"
+        assert ahead.take(2, BATCHES[1]).fallback_reason == "no plan within 0 s"
+        ahead._hang_s, deadline = 120.0, time.monotonic() + 60  # for the next one, which has to start
+        while ahead._process is hanging and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert hanging.exitcode == -signal.SIGKILL
+        assert ahead.take(3, BATCHES[1]).fallback_reason == ""
+
+
+def test_a_planner_that_cannot_start_is_not_replaced_for_ever(monkeypatch):
+    started = []
+    start = PlanAhead._start
+    monkeypatch.setattr(PlanAhead, "_start", lambda self: (started.append(1), _killed(start(self)))[1])
+    with PlanAhead(COST, "adaptive", patience_s=120) as ahead:
+        for step in range(MOST_ENDS + 2):
+            assert "has died" in ahead.take(step, BATCHES[1]).fallback_reason
+    assert len(started) == MOST_ENDS
+
+
+def _killed(started):
+    started[0].kill()
+    started[0].join()
+    return started
 
 
 def test_a_batch_that_no_plan_can_hold_is_refused():
