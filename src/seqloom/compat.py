@@ -5,6 +5,7 @@ Everything else in Seqloom calls torch through its public names. Layouts of tens
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -219,3 +220,22 @@ def pin_host_memory(tensor: torch.Tensor) -> None:
                 f"{tensor.nbytes / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {int(error)}); set "
                 "optimiser.offload = false, allow more locked memory (ulimit -l), or use more nodes"
             )
+
+
+def lost_rank_reason(error: BaseException) -> str | None:
+    """Return what torch says of a rank that is gone or late, in a sentence; None: the error is another one.
+
+    The store and NCCL have error types; gloo raises RuntimeError with the position in its source.
+    """
+    text = str(error).strip()
+    of_gloo = isinstance(error, RuntimeError) and re.match(r"\[\S*/gloo/\S*:\d+\] ", text)
+    if not of_gloo and not isinstance(error, dist.DistError):
+        return None
+    line = next(iter(text.splitlines()), type(error).__name__).removesuffix(":")
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch could not allocate a tensor, on a GPU or in host memory, for which it has no error type."""
+    on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return on_host or isinstance(error, torch.OutOfMemoryError | MemoryError)

@@ -28,6 +28,10 @@ class MemoryBudgetError(SeqloomError):
     """A model or a document that the memory of a rank does not hold."""
 
 
+class LostRankError(SeqloomError):
+    """Another rank is gone, or does not answer."""
+
+
 def unknown_name(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
     """Build the error for the name of a `kind`, such as ``"model"``, that is not an option; offer the nearest ones."""
     legal = sorted(options)

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from seqloom.errors import SeqloomError
-from seqloom.train.checkpoint import AtomicWriter, Checkpoints, complete_checkpoints
+from seqloom.train.checkpoint import AtomicWriter, Checkpoints
 from seqloom.train.config import Optimiser
 from seqloom.train.optim import make_optimiser, state_by_name
-from support.runs import latest_checkpoint
+from seqloom.train.run_folder import complete_checkpoints, latest_checkpoint
 
 pytestmark = pytest.mark.distributed
 SHAPES = {"embed": (5, 4), "norm": (7,), "out": (3, 9)}  # rows that no number of ranks divides

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-from seqloom.train.checkpoint import Manifest
 from seqloom.train.logging import read_steps
-from support.runs import latest_checkpoint, small_run
+from seqloom.train.run_folder import Manifest, latest_checkpoint
+from support.runs import small_run
 from support.scripts import run_script
 
 pytestmark = pytest.mark.distributed

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from seqloom.errors import LeftEarly
-from seqloom.train.checkpoint import complete_checkpoints
+from seqloom.plan import Plan
 from seqloom.train.config import Config
 from seqloom.train.launch import run_on_processes
 from seqloom.train.logging import read_steps
+from seqloom.train.run_folder import complete_checkpoints
 from support.processes import children_of, ranks_of
-from support.runs import leave_when_asked_twice, train_until_asked, write_run
+from support.runs import leave_when_asked_twice, train_out_of_memory, train_until_asked, write_run
 from support.workers import Workers
 
 pytestmark = [
@@ -66,6 +67,17 @@ def logged(folder):
     """Losses of all steps and evaluations, in the order of the file."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line.get("loss"), line.get("evaluation_loss")) for line in lines if "note" not in line]
+
+
+# ---- When memory does not hold a step
+
+
+def test_a_step_out_of_memory_is_told_with_prediction_plan_and_way_out(place, pair):
+    said = pair.run(train_out_of_memory, configured(place, "oom"))
+    for rank, each in enumerate(said):
+        assert each.startswith("step 2, plan ") and f": rank {rank} is out of memory (CUDA out of memory. Tried" in each
+        assert "GiB of a budget of" in each and "Set plan.budget_gib to " in each
+    assert Plan.from_json((place / "oom" / "out-of-memory-plan.json").read_text()).validate() is None
 
 
 # ---- When all ranks leave

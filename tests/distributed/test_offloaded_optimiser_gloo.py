@@ -20,8 +20,8 @@ from seqloom.train import host_adamw
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Optimiser
 from seqloom.train.optim import make_optimiser, set_learning_rate, state_by_name
+from seqloom.train.run_folder import latest_checkpoint
 from support.pipelines import stages_on
-from support.runs import latest_checkpoint
 from support.steps import Step, one_stage_plan, tiny_spec
 
 torch.set_num_threads(1)

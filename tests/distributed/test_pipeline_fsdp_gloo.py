@@ -18,12 +18,12 @@ from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
 from seqloom.plan import LayerRange, Sharding, Stage
-from seqloom.train.checkpoint import Checkpoints, Manifest
+from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Optimiser
 from seqloom.train.model import gather_state_dict
 from seqloom.train.optim import make_optimiser, state_by_name
+from seqloom.train.run_folder import Manifest, latest_checkpoint
 from support.held_memory import waiting_units
-from support.runs import latest_checkpoint
 from support.scheduled import fixed_step
 from support.steps import Found, Step, tiny_spec
 from support.tiny_models import randomised, tiny_model

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.logging import read_steps
+from seqloom.train.run_folder import complete_checkpoints
 from support.processes import ranks_of
 
 pytestmark = [

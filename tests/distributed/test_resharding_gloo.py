@@ -16,7 +16,7 @@ from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Optimiser
 from seqloom.train.model import prepare_layers
 from seqloom.train.optim import make_optimiser, state_by_name
-from support.runs import latest_checkpoint
+from seqloom.train.run_folder import latest_checkpoint
 from support.shapes import STRATEGIES, in_nodes_of, twenty_plans
 from support.steps import Step, tiny_spec
 

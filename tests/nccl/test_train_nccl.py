@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from seqloom.data import StoreWriter
-from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.logging import read_steps
+from seqloom.train.run_folder import complete_checkpoints
 from support.processes import ranks_of
 from support.tiny_models import tiny_model
 

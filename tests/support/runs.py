@@ -17,11 +17,13 @@ import torch
 
 from seqloom.data import StoreWriter
 from seqloom.dist import Transport
+from seqloom.errors import MemoryBudgetError
 from seqloom.plan import Plan
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.simulate import predicted_ns
 from seqloom.train import checkpoint
-from seqloom.train.checkpoint import Checkpoints, complete_checkpoints
+from seqloom.train import trainer as trainer_module
+from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Config
 from seqloom.train.launch import RankProcess
 from seqloom.train.logging import StepRecord, read_steps
@@ -99,11 +101,6 @@ def write_run(folder: Path, config: str, lengths: Iterable[int]) -> None:
     (folder / "run.toml").write_text(config)
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of a folder."""
-    return next((path for _, path in reversed(complete_checkpoints(folder))), None)
-
-
 def logged(folder: Path, name: str) -> list[Any]:
     """Return what a run has logged under a name, line by line: its evaluations, or its notes."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -128,6 +125,26 @@ class AskedInPhase:
     def finish(self) -> None:
         """Note the call."""
         self.calls.append("finish")
+
+
+def train_out_of_memory(transport: Transport, config: Config) -> str:
+    """Be a rank of a run whose memory does not hold the second step; return what it says."""
+    run_step, calls = trainer_module.run_step, []
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+        return run_step(*args, **options)
+
+    trainer_module.run_step = fail
+    try:
+        train_in_process(transport, config)
+    except MemoryBudgetError as error:
+        return str(error)
+    finally:
+        trainer_module.run_step = run_step
+    return ""
 
 
 def train_until_asked(transport: Transport, config: Config, phase: str) -> tuple[dict[str, Any], list[str]]:

@@ -5,6 +5,7 @@ Verbs import what they need inside their functions, so that ``seqloom --help`` s
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -15,6 +16,9 @@ from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
 __all__ = ["app", "main"]
+
+INTERRUPTED = 130
+"""Exit code of typer after Ctrl-C, as shells have it."""
 
 app = typer.Typer(
     name="seqloom",
@@ -60,12 +64,18 @@ app.add_typer(data.app, name="data")
 def main() -> None:
     """Run the command line; print a request that cannot be met as one message on stderr and exit with its code, 2.
 
-    75 is the exit code of a run that was asked to leave.
+    75 is the exit code of a run that was asked to leave, 130 that of a command that was interrupted.
     """
     code = SeqloomError.exit_code
     try:
         app(prog_name="seqloom")
         return
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            typer.echo("seqloom: interrupted", err=True)
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)  # threads may be deep in torch, which aborts a process that ends in the usual way
+        raise
     except SeqloomError as error:
         message, code = str(error), error.exit_code
     except OSError as error:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 def check(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
-    ranks: Annotated[int | None, Option(help="Processes of the run; without it, the config's.")] = None,
+    ranks: Annotated[
+        int | None, Option(callback=shared.at_least_one, help="Processes of the run; without it, the config's.")
+    ] = None,
     batches: Annotated[int, Option(help="First batches that are planned.")] = 8,
     json: shared.AsJson = False,
 ) -> None:
@@ -57,8 +59,7 @@ def check(
 
     loaded = Config.load(config, overrides or [])
     run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches, _describe)
-    if loaded.model.huggingface is not None or loaded.model.float8:
-        _check_layers(loaded, with_stages=run.setup.planners.multi_stage)
+    _check_model(loaded, run)
     with shared.planning_progress(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
         planned = predict_steps(run, progress)
     notes = find_warnings(run, planned[0])
@@ -80,24 +81,34 @@ def _describe(config: Config) -> ModelSpec:
     return load_model_spec(config) if folder is None else shared.load_model(folder)
 
 
-def _check_layers(config: Config, *, with_stages: bool) -> None:
-    """Refuse a model that the engine cannot run, or not in stages, or not in float8. Loads no weights."""
-    if config.model.huggingface is not None:
-        import_extra("a Hugging Face model", "train,hf", "torch")
-        from seqloom.integrations.transformers.loading import build_huggingface as build
-    else:
-        import_extra("model.float8", "train", "torch")
-        from seqloom.train.model import build_reference as build
+def _check_model(config: Config, run: RunCheck) -> None:
+    """Refuse what the run would refuse of its model: layers, files of parameters, a checkpoint of another model.
+
+    Loads no weights, and not even torch where the shapes of the model say all of it.
+    """
+    model, resumed = config.model, run.resumed
+    biased = config.optimiser.expert_bias_rate > 0
+    needs_layers = biased or resumed is not None or model.float8 or model.compile
+    if model.huggingface is None and model.parameters is None and not needs_layers:
+        return
+    import_extra("checking the model of this run", "train,hf" if model.huggingface else "train", "torch")
     import torch
 
+    from seqloom.cli.train import model_family_of
     from seqloom.models import use_float8
-    from seqloom.train.model import check_splits
+    from seqloom.train.launch import check_compilers
+    from seqloom.train.model import check_expert_bias, check_splits, parameter_dtypes, state_shapes
 
-    adapter = build(config, torch.device("meta"), torch.float32)
-    if with_stages:
+    if model.compile:
+        check_compilers("cuda" if torch.cuda.is_available() else "cpu")
+    adapter = model_family_of(config).build(config, torch.device("meta"), parameter_dtypes(config)[0])
+    if run.setup.planners.multi_stage:
         check_splits(adapter)
-    if config.model.float8:
+    if model.float8:
         use_float8(adapter.layers)
+    check_expert_bias(adapter, config.optimiser)
+    if resumed is not None:
+        resumed[1].check(resumed[0], {"model": state_shapes(adapter, config.optimiser)})
 
 
 def _as_dict(

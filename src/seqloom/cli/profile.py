@@ -66,7 +66,9 @@ def profile(
     model: Annotated[
         str | None, Option(help="Measure training steps of this model instead, and write a profile for --profile.")
     ] = None,
-    ranks: Annotated[int | None, Option(help="With --model: processes to start here.  [default: 1]")] = None,
+    ranks: Annotated[
+        int | None, Option(callback=shared.at_least_one, help="With --model: processes to start here.  [default: 1]")
+    ] = None,
     cluster: Annotated[str | None, Option(help="With --model: what the ranks run on, as in plan.")] = None,
     sharding: Annotated[str, Option(help="With --model: full, hybrid or none.")] = "full",
     capacity: Capacity = None,
@@ -263,8 +265,6 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
 
     from seqloom.train.launch import run_as_launched_rank, run_on_processes
 
-    if ranks is not None and ranks < 1:
-        raise SeqloomError(f"{ranks} ranks measure nothing; give --ranks 1 or more")
     if output is None:
         raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
     if setup.cluster is None and torch.cuda.is_available():

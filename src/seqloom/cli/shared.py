@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 
 # Options.
 
+
+def at_least_one(parameter: typer.CallbackParam, value: int | None) -> int | None:
+    """Refuse a number below 1 of an option that counts something."""
+    if value is not None and value < 1:
+        raise SeqloomError(f"{parameter.opts[0]} {value}; give 1 or more")
+    return value
+
+
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
 Cluster = Annotated[str, Option(help="Preset, spelling such as 8x8xH100 (nodes x GPUs x kind), or file.")]

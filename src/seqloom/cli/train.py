@@ -27,7 +27,9 @@ USUAL_PLANNERS = "static,adaptive,flex,zones"
 REFERENCE, HUGGINGFACE = "seqloom.train.model", "seqloom.integrations.transformers.loading"
 """Modules that build models."""
 
-Ranks = Annotated[int | None, Option(help="Processes to start here; without it, the config's.")]
+Ranks = Annotated[
+    int | None, Option(callback=shared.at_least_one, help="Processes to start here; without it, the config's.")
+]
 
 
 def train(
@@ -86,13 +88,15 @@ def verify(
     planners: Annotated[
         str | None, Option(help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages.")
     ] = None,
-    ranks: Annotated[int | None, Option(help="Ranks of the plans; without it, the config's.")] = None,
+    ranks: Annotated[
+        int | None, Option(callback=shared.at_least_one, help="Ranks of the plans; without it, the config's.")
+    ] = None,
     gloo: Annotated[bool, Option("--gloo", help="Ranks are processes on CPUs, with gloo between them.")] = False,
     nccl: Annotated[
         bool, Option("--nccl", help="Ranks are processes on the GPUs of this machine, shared if they are fewer.")
     ] = False,
     dtype: Annotated[str, Option(help="float64, or float32 with a wider tolerance.")] = "float64",
-    batches: Annotated[int, Option(help="Steps that are compared.")] = 1,
+    batches: Annotated[int, Option(callback=shared.at_least_one, help="Steps that are compared.")] = 1,
     json: shared.AsJson = False,
 ) -> None:
     """Show that a plan does not change the result: loss, gradient norm and every gradient.
@@ -110,8 +114,6 @@ def verify(
     names = shared.split_names(USUAL_PLANNERS if planners is None else planners, "planner", USUAL_PLANNERS)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
-    if batches < 1:
-        raise SeqloomError(f"{batches} batches to compare; give at least one")
     if gloo and nccl:
         raise SeqloomError("--gloo and --nccl: ranks talk over one of them; leave one out")
     import_extra("seqloom verify", "train", "torch")

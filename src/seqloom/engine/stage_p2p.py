@@ -9,7 +9,6 @@ of one step. A sent tensor is freed when the send is known to be done; nobody wa
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,11 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from seqloom.compat import lost_rank_reason
 from seqloom.dist import Channel, P2PTensor, Transport
 from seqloom.dist.rows import on_device, rows_of_move, slice_or_index
 from seqloom.dist.streams import stream_of
 from seqloom.dist.transport import Exchange, exchange_nonempty
-from seqloom.errors import SeqloomError
+from seqloom.errors import LostRankError, SeqloomError
 from seqloom.layout import Layout, move_between
 from seqloom.plan import Action, ActionKind, Pipeline, Remap, StageMicroBatch
 from seqloom.schedules.schedule import grid
@@ -438,9 +438,11 @@ class Progress:
         except SeqloomError as error:
             error.add_note(self.report())
             raise
-        except RuntimeError as error:  # what transports raise for a rank that is gone or late
-            line = re.sub(r"^\[\S+:\d+\] ", "", next(iter(str(error).strip().splitlines()), type(error).__name__))
-            raise SeqloomError(self.report(f" ({line})")) from error
+        except Exception as error:
+            reason = lost_rank_reason(error)
+            if reason is None:
+                raise
+            raise LostRankError(self.report(f" ({reason})")) from error
         self._awaited = None
 
     def describe(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -27,6 +28,8 @@ from seqloom.planners.uniform import fastest_static_degree
 from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import peak_host_memory
 from seqloom.train.config import Config
+from seqloom.train.logging import import_trackers
+from seqloom.train.run_folder import Manifest, RunLock, latest_checkpoint, resumed_checkpoint
 from seqloom.train.setup import Describe, RunPlanners, RunSetup, make_sampler, open_documents
 
 Progress = Callable[[str, int], None]
@@ -56,6 +59,7 @@ class RunCheck:
     training: DocumentCounts
     validation: DocumentCounts | None
     sample: tuple[Batch, ...]
+    resumed: tuple[Path, Manifest] | None = None  # the checkpoint that the run begins from
 
     @property
     def has_baseline(self) -> bool:
@@ -153,6 +157,10 @@ def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe
     if batches < 1:
         raise SeqloomError(f"{batches} batches to look at; give 1 or more")
     setup = RunSetup.load(config, ranks, describe=describe)
+    import_trackers(config.log.sinks)
+    RunLock(config.run.output).check()
+    path = resumed_checkpoint(latest_checkpoint(config.checkpoints), config.checkpoint.resume)
+    resumed = None if path is None else (path, Manifest.read(path))
     config, source, cost = setup.config, setup.source, setup.cost
     _refuse_too_long("data.source", source, cost, setup.planners)
     validation = None
@@ -161,7 +169,7 @@ def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe
         _refuse_too_long("data.validation", documents, cost, setup.planners)
         validation = _count_documents(documents, make_sampler(config, documents))
     training = _count_documents(source, make_sampler(config, source, cost))
-    return RunCheck(setup, training, validation, tuple(setup.sampler.peek(min(batches, setup.steps))))
+    return RunCheck(setup, training, validation, tuple(setup.sampler.peek(min(batches, setup.steps))), resumed)
 
 
 def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPlanners) -> None:

@@ -32,6 +32,7 @@ from seqloom.dist import (
     launched_rank,
     run_ranks,
 )
+from seqloom.dist.process_group import check_cores
 from seqloom.engine import bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter, Transformer
@@ -146,6 +147,7 @@ def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Model
 
 def check_processes(on: str, ranks: int) -> str:
     """Say what the ranks will be, or refuse: `on` is "threads", "gloo" or "nccl"."""
+    check_cores(ranks)
     if on == "threads":
         return f"{ranks} threads"
     if launched_rank() is not None:

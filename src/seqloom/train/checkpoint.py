@@ -16,38 +16,53 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
+import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from seqloom.data.store import sync_folder
 from seqloom.errors import SeqloomError
-from seqloom.reader import build, read_mapping
+from seqloom.train.run_folder import (
+    MANIFEST,
+    METADATA,
+    DamagedCheckpointError,
+    FileDigest,
+    Manifest,
+    checkpoint_folder,
+    complete_checkpoints,
+    shape_name,
+)
 
-FORMAT, VERSION = "seqloom checkpoint", 1
-MANIFEST = "seqloom.json"
-_REQUIRED_FILES = (MANIFEST, ".metadata")
-_NAME = re.compile(r"step-(\d{8,})")
-_MOST_DIFFERENCES = 4
-"""Differences of each kind that a message lists."""
+DIGEST = ".digest"
+"""Ending of the file that has the digest of another, while a checkpoint is written."""
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata"),
+        *("StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, each in vars(torch).items() if isinstance(each, torch.dtype))},
+    "pathlib": {"PosixPath", "WindowsPath"},
+}
+"""Of what torch's metadata of tensors consists, module by module."""
 
 Tensors = Mapping[str, torch.Tensor]
 States = Mapping[str, Tensors]
 """Several tensors for each parameter, see `optim.state_by_name`."""
-Shapes = Mapping[str, str]
-"""dtype and global shape of every tensor, `float32[4, 8]`."""
 
 
 class Checkpoints(AbstractContextManager):
@@ -122,11 +137,12 @@ class Checkpoints(AbstractContextManager):
         state = _dcp_state(model, optimiser)
         shapes = self._gather_shapes(state)
         manifest = Manifest(step, shapes["model"], shapes["optimiser"], dict(extra), str(torch.__version__))
+        manifest.to_json()  # refuse now what could not be written
         final = checkpoint_folder(self._folder, step)
         partial = self._folder / f".{final.name}.partial-{self._saves}"
         future = dcp.async_save(
             state,
-            storage_writer=AtomicWriter(partial, final, manifest.to_json(), self._keep),
+            storage_writer=AtomicWriter(partial, final, manifest, self._keep),
             process_group=self._group,
             no_dist=self._group is None,
         )
@@ -158,31 +174,61 @@ class Checkpoints(AbstractContextManager):
     def load(self, path: Path, *, model: Tensors, optimiser: States) -> Manifest:
         """Copy a checkpoint, of this run or another, into the tensors of this rank; return its step and extra state.
 
-        Names, shapes and dtypes of all ranks' tensors together must be those of the checkpoint.
+        Names, shapes and dtypes of all ranks' tensors together must be those of the checkpoint. One that is damaged is
+        refused on all ranks, before anything is copied.
         """
         self.wait()
         manifest, state = Manifest.read(path), _dcp_state(model, optimiser)
         manifest.check(path, self._gather_shapes(state))
+        self._check_files(path, manifest)
         try:
+            reader, alone = TensorReader(path), self._group is None
             with torch.no_grad():
-                dcp.load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
-        except CheckpointException as error:
-            others = [folder.name for _, folder in complete_checkpoints(path.parent) if folder != path]
+                dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=alone)
+        except (CheckpointException, UnreadableMetadata) as error:
             raise SeqloomError(
                 f"{path}: the checkpoint cannot be read ({_reasons(error)}); take another: "
-                f"{', '.join(others) or 'there is none'}"
+                f"{', '.join(self._others(path)) or 'there is none'}"
             ) from error
         if path == self.latest:
             self._saved_or_loaded = manifest.step
         return manifest
 
+    def _check_files(self, path: Path, manifest: Manifest) -> None:
+        """Compare all files with what was written; every rank reads a share of them."""
+        if self._group is None:
+            found = [manifest.damage(path)]
+        else:
+            found = [None] * dist.get_world_size(self._group)
+            share = slice(dist.get_rank(self._group), None, len(found))
+            dist.all_gather_object(found, manifest.damage(path, share), group=self._group)
+        damage = next((each for each in found if each is not None), None)
+        if damage is not None:
+            raise DamagedCheckpointError(
+                f"{path} is damaged ({damage}); take another: {', '.join(self._others(path)) or 'there is none'}"
+            )
+
+    def set_aside(self) -> Path:
+        """Rename the newest checkpoint, which is damaged, so that the one before is the newest; return its new name.
+
+        All ranks call it.
+        """
+        assert self.latest is not None
+        aside = self.latest.with_name(f"damaged-{self.latest.name}")
+        if self._leads:
+            shutil.rmtree(aside, ignore_errors=True)
+            self.latest.rename(aside)
+        self._newest = self._find_newest()
+        return aside
+
+    @staticmethod
+    def _others(path: Path) -> list[str]:
+        """Return the names of other complete checkpoints beside one."""
+        return [folder.name for _, folder in complete_checkpoints(path.parent) if folder != path]
+
     def _gather_shapes(self, state: States) -> dict[str, dict[str, str]]:
         """Shapes of the tensors of all ranks. Ranks compare hashes first: equal shapes are sent only once."""
-
-        def shape(tensor: torch.Tensor) -> str:
-            return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-        mine = {part: {name: shape(each) for name, each in tensors.items()} for part, tensors in state.items()}
+        mine = {part: {name: shape_name(each) for name, each in tensors.items()} for part, tensors in state.items()}
         if self._group is None:
             return mine
         digests = [""] * dist.get_world_size(self._group)
@@ -207,66 +253,26 @@ class Checkpoints(AbstractContextManager):
                 dist.destroy_process_group(self._group)
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """Content of seqloom.json."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
-
-    step: int  # steps that are done
-    model: dict[str, str]  # dtype and global shape of every tensor, `float32[4, 8]`
-    optimiser: dict[str, str]
-    extra: dict[str, Any]  # other state of the run
-    torch: str  # the version that wrote the tensors
-    format: str = FORMAT
-    version: int = VERSION
-
-    @classmethod
-    def read(cls, path: Path) -> Manifest:
-        """Read the manifest of a checkpoint's folder."""
-        file = path / MANIFEST
-        if not file.is_file():
-            raise SeqloomError(f"{str(path)!r} is not a checkpoint: it has no {MANIFEST}; name a folder step-...")
-        content = read_mapping(file)
-        if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-            raise SeqloomError(
-                f"{file}: format {content.get('format')!r}, version {content.get('version')!r}; this release reads "
-                f"{FORMAT!r}, version {VERSION}"
-            )
-        return build(cls, content, str(file))
-
-    def to_json(self) -> str:
-        """Return the text of the file; what JSON cannot hold is refused."""
-        try:
-            return json.dumps(asdict(self), indent=1, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise SeqloomError(
-                f"the extra state of a checkpoint cannot be written as JSON ({error}); give numbers, texts, lists and "
-                "dictionaries"
-            ) from None
-
-    def check(self, path: Path, wanted: Mapping[str, Shapes]) -> None:
-        """Refuse a checkpoint whose tensors are not those that all ranks want to load, and list the differences."""
-        for part, shapes in wanted.items():
-            differences = _differences(getattr(self, part), shapes)
-            if differences:
-                raise SeqloomError(
-                    f"{path} is a checkpoint of another {part}: {'; '.join(differences)}. Take the config that it was "
-                    "made with, or begin anew (checkpoint.resume = 'never') in another folder"
-                )
-
-
 class AtomicWriter(FileSystemWriter):
     """torch's writer, which at the end renames the folder to its final name and deletes older checkpoints.
 
-    `finish` runs on the first rank after all have written, and inside torch's own agreement of ranks: what fails here
-    fails on all of them.
+    Every rank leaves the digest of each of its files in a file beside it; the manifest then has all of them. `finish`
+    runs on the first rank after all have written, and inside torch's own agreement of ranks: what fails here fails on
+    all of them.
     """
 
-    def __init__(self, partial: Path, final: Path, manifest: str, keep: int) -> None:
+    def __init__(self, partial: Path, final: Path, manifest: Manifest, keep: int) -> None:
         """Write to the new folder `partial` with this manifest, rename it to `final`, and leave `keep` checkpoints."""
         super().__init__(partial, overwrite=False, sync_files=True)
         self._partial, self._final, self._manifest, self._keep = partial, final, manifest, keep
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write the tensors of this rank, and the digests of its files."""
+        written = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in written.wait()}:
+            digest = FileDigest.of(self._partial / name)
+            (self._partial / f"{name}{DIGEST}").write_text(json.dumps(asdict(digest)), encoding="utf-8")
+        return written
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Write torch's metadata and the manifest, sync, rename, delete older checkpoints."""
@@ -277,8 +283,13 @@ class AtomicWriter(FileSystemWriter):
             raise SeqloomError(
                 f"{missing[0]} was written by a rank but is not here; choose a folder that all nodes share"
             )
+        digests = {METADATA: FileDigest.of(self._partial / METADATA)}
+        for name in files:
+            beside = self._partial / f"{name}{DIGEST}"
+            digests[name] = FileDigest(**json.loads(beside.read_text(encoding="utf-8")))
+            beside.unlink()
         with (self._partial / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(self._manifest)
+            file.write(replace(self._manifest, files=digests).to_json())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self._partial)
@@ -290,62 +301,54 @@ class AtomicWriter(FileSystemWriter):
             _delete(old)
 
 
-@contextmanager
-def atomic_folder(final: Path, *failures: type[Exception]) -> Iterator[Path]:
-    """Yield a folder to write to, which then replaces `final`: completely, or not at all after `failures`."""
-    partial, old = (final.with_name(f".{final.name}.{word}") for word in ("partial", "old"))
-    try:
-        for left in (partial, old):
-            shutil.rmtree(left, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if final.exists():
-            final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, *failures) as error:
-        raise SeqloomError(
-            f"{final} was not written ({error}); the last checkpoint has the parameters: make room and run the same "
-            "command again"
-        ) from error
+class UnreadableMetadata(Exception):  # noqa: N818 - becomes part of a SeqloomError
+    """Why torch's metadata of a checkpoint cannot be used."""
 
 
-def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint."""
-    return folder / f"step-{step:08d}"
+class TensorReader(FileSystemReader):
+    """torch's reader, which takes tensors from the checkpoint's own files and runs nothing that they name.
+
+    torch would unpickle the metadata, and whatever the metadata does not call a tensor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read which tensors are where; refuse anything else."""
+        super().__init__(path)
+        try:
+            with (path / METADATA).open("rb") as file:
+                self._metadata: Metadata = _MetadataUnpickler(file).load()
+            tensors = self._metadata.state_dict_metadata.items()
+            files = [str(each.relative_path) for each in self._metadata.storage_data.values()]
+        except UnreadableMetadata:
+            raise
+        except Exception as error:  # whatever bytes that are no metadata lead to
+            raise UnreadableMetadata(f"its {METADATA} is damaged: {error}") from error
+        strange = [name for name, each in tensors if not isinstance(each, TensorStorageMetadata)]
+        outside = [each for each in files if Path(each).name != each]
+        if strange or outside:
+            what = f"{strange[0]!r}, which is no tensor" if strange else f"a file elsewhere, {outside[0]!r}"
+            raise UnreadableMetadata(f"its {METADATA} names {what}")
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Return what was read."""
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
 
 
-def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and folder of all complete checkpoints, ascending."""
-    checkpoints = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and all((path / name).is_file() for name in _REQUIRED_FILES):
-            checkpoints.append((int(match[1]), path))
-    return sorted(checkpoints)
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the classes of which torch's metadata of tensors consists, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise UnreadableMetadata(f"its {METADATA} names {module}.{name}, which no checkpoint of tensors has")
 
 
 def _delete(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that half of one never looks complete."""
     partial = folder.rename(folder.with_name(f".{folder.name}.partial-0"))
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def _differences(saved: Shapes, wanted: Shapes) -> list[str]:
-    kinds = {
-        "only in the checkpoint": [f"{name} {shape}" for name, shape in saved.items() if name not in wanted],
-        "not in the checkpoint": [f"{name} {shape}" for name, shape in wanted.items() if name not in saved],
-        "different": [
-            f"{name} is {shape} there and {wanted[name]} here"
-            for name, shape in saved.items()
-            if name in wanted and wanted[name] != shape
-        ],
-    }
-    lines = []
-    for kind, names in kinds.items():
-        more = f" and {len(names) - _MOST_DIFFERENCES} more" if len(names) > _MOST_DIFFERENCES else ""
-        lines += [f"{kind}: {', '.join(names[:_MOST_DIFFERENCES])}{more}"] if names else []
-    return lines
 
 
 def _dcp_state(model: Tensors, optimiser: States) -> dict[str, dict[str, torch.Tensor]]:

@@ -43,7 +43,7 @@ from seqloom.dist import (
     joined_rank,
     launched_rank,
 )
-from seqloom.dist.process_group import check_gpus, node_size, ranks_per_gpu, shares_gpu
+from seqloom.dist.process_group import check_cores, check_gpus, node_size, ranks_per_gpu, shares_gpu
 from seqloom.errors import LeftEarly, SeqloomError
 from seqloom.models import use_float8
 from seqloom.plan import GroupFamily, Sharding
@@ -53,6 +53,7 @@ from seqloom.train.config import Config
 from seqloom.train.fork_server import allocator_advice, allocator_environment, start_fork_server
 from seqloom.train.logging import StartUp
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
+from seqloom.train.run_folder import RunLock
 from seqloom.train.setup import RunChoices, RunSetup, write_strategies
 from seqloom.train.signals import END, LEAVE, LEAVE_SIGNALS, URGENT, SignalPipe, blocked_signals, receive_signals
 from seqloom.train.trainer import Trainer
@@ -67,6 +68,10 @@ WATCHED_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONIT
 """torch's own watchdogs abort a process whose NCCL peer is gone, or that hangs for 8 minutes, without a word about step
 and plan. Ranks that are started here have a `Watchdog` and a launcher for it; under another launcher torch's defaults
 are the quickest way out. A setting of the user is never changed."""
+
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+"""Ranks of one machine talk to each other over its loopback interface; gloo would take the one of the host's name."""
 
 
 class RankProcess(NamedTuple):
@@ -125,7 +130,9 @@ def train_on_processes(
     A run that was asked to leave, by a signal to this process or to one of its ranks, raises `LeftEarly`.
     """
     _check_compilers_if_needed(config)
+    check_cores(ranks)
     check_gpus(ranks, share_gpu=share_gpu)
+    RunLock(config.run.output).check()  # before anything is written there; rank 0 acquires it for the run
     start_fork_server(__name__, model_family.build.__module__)  # it loads torch while this process looks at the run
     config = for_launched_ranks(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)], share_gpu)
     # refuse here, once, what every process would refuse
@@ -153,11 +160,12 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
     """Connect to the other ranks and train, watched."""
     job_rank, device, report = process
     rank, ranks = job_rank.rank, job_rank.ranks
-    with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
+    lock = RunLock(config.run.output)
+    with lock, Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
         stream = sys.stderr if show and rank == 0 else None
         start = StartUp(stream)
         start.enter("reading config and corpus")
-        setup = load_alike(config, job_rank, model_family)
+        setup = load_alike(config, job_rank, model_family, lock)
         start.enter("connecting")
         communicators = Communicators(GroupFamily(ranks, setup.cost.node_size), channels_of(setup))
         communicators.warm_up()
@@ -171,8 +179,13 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
     return summary
 
 
-def load_alike(config: Config, job_rank: JobRank, model_family: ModelFamily = REFERENCE) -> RunSetup:
-    """Load the setup of a run with the choices of rank 0; refuse ranks that differ, all together. All ranks call it."""
+def load_alike(
+    config: Config, job_rank: JobRank, model_family: ModelFamily = REFERENCE, lock: RunLock | None = None
+) -> RunSetup:
+    """Load the setup of a run with the choices of rank 0; refuse ranks that differ, all together. All ranks call it.
+
+    Rank 0 acquires `lock`, if there is one.
+    """
     rank, ranks = job_rank.rank, job_rank.ranks
     job_ranks = gather_job_ranks(job_rank)
     told: list[Any] = [None]
@@ -180,6 +193,8 @@ def load_alike(config: Config, job_rank: JobRank, model_family: ModelFamily = RE
     load = partial(RunSetup.load, ranks=ranks, describe=model_family.describe)
     if rank == 0:
         try:
+            if lock is not None:
+                lock.acquire()
             setup = load(for_launched_ranks(config, job_ranks, shares_gpu()))
             strategies = strategies_to_json(setup.choices.strategies) if setup.choices.strategies else None
             told = [(setup.choices.stages, strategies, setup.choices.offload_optimiser, _identity(setup))]
@@ -334,6 +349,7 @@ def run_on_processes(
     A body that is `watched` runs under a `Watchdog`: signals to leave that reach this process, if it calls from its
     main thread, are passed on to it, and torch leaves it to the watchdog to end a rank (`WATCHED_NCCL`).
     """
+    check_cores(ranks)
     check_gpus(ranks, share_gpu=share_gpu or on_cpu)
     context = start_fork_server(__name__, body.__module__, *filter(None, [preload]))
     forwards = watched and threading.current_thread() is threading.main_thread() and sys.platform != "win32"
@@ -415,7 +431,7 @@ def _process_main(
 
     end_with_parent(EXIT_FAILED)
     receive_signals()
-    for name, value in WATCHED_NCCL.items() if watched else ():
+    for name, value in (LOOPBACK | (WATCHED_NCCL if watched else {})).items():
         os.environ.setdefault(name, value)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     job_rank, store = JobRank(rank, ranks, rank, ranks), dist.FileStore(str(Path(folder) / "store"), ranks)

@@ -12,9 +12,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from seqloom.errors import SeqloomError
@@ -212,9 +213,17 @@ class Metrics(AbstractContextManager):
 
 def read_steps(path: Path) -> list[StepRecord]:
     """Read the steps of a .jsonl; a torn last line is left out."""
-    names = {field.name for field in fields(StepRecord)}
-    records, _ = _read_records(path, None)
-    return [StepRecord(**{key: record[key] for key in names & set(record)}) for record in records if "loss" in record]
+    known, needed = ({each.name for each in fields(StepRecord) if wanted(each)} for wanted in (bool, _is_required))
+    steps = [record for record in _read_records(path, None)[0] if "loss" in record]
+    for record in steps:
+        if needed - set(record):
+            missing = sorted(needed - set(record))[0]
+            raise SeqloomError(f"{path}: the record of step {record['step']} lacks {missing!r}; it is no file of a run")
+    return [StepRecord(**{key: record[key] for key in known & set(record)}) for record in steps]
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING
 
 
 def _read_records(path: Path, done: int | None) -> tuple[list[dict[str, Any]], int]:
@@ -278,8 +287,14 @@ def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, 
     `folder` is the run's, and gives it its name; `settings` is the config, shown beside the run; `done` is the step of
     the checkpoint that the run resumes from, 0 for a new run.
     """
+    modules = import_trackers(names)
+    return [_TRACKERS[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
+
+
+def import_trackers(names: Sequence[str]) -> list[ModuleType]:
+    """Import the packages of trackers, all of them before the first one starts anything."""
     modules = []
-    for name in names:  # all of them before the first one starts anything
+    for name in names:
         try:
             modules.append(importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name))
         except ImportError as error:
@@ -287,7 +302,7 @@ def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, 
                 f"log.sinks names {name!r}, which cannot be imported ({error}); `pip install {name}`, or take it out "
                 "of log.sinks: metrics.jsonl has all figures anyway"
             ) from None
-    return [_TRACKERS[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
+    return modules
 
 
 def _open_tensorboard(module: Any, folder: Path, settings: Mapping[str, Any], done: int) -> Tracker:

@@ -19,6 +19,7 @@ from torch import nn
 
 from seqloom.cost import CostModel
 from seqloom.dist import P2PTensor, Transport
+from seqloom.errors import SeqloomError
 from seqloom.models import (
     ModelAdapter,
     Transformer,
@@ -30,13 +31,13 @@ from seqloom.models import (
 from seqloom.models.adapter import DeferredParameters
 from seqloom.models.files import load_options, model_config, parameter_reader, write_model
 from seqloom.params import FSDPParameters, Parameters, PipelineFSDP, Placement, ReshardingParameters
-from seqloom.params.interface import ParameterShard
+from seqloom.params.interface import ParameterShard, trained_parameters
 from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
-from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config, Optimiser
 from seqloom.train.host_adamw import threads_of_rank
 from seqloom.train.optim import make_optimiser
+from seqloom.train.run_folder import atomic_folder, shape_name
 from seqloom.train.setup import Describe, load_model_spec
 
 BuildModel = Callable[[Config, torch.device, torch.dtype], ModelAdapter]
@@ -113,6 +114,21 @@ def check_splits(adapter: ModelAdapter, tensor_degrees: Sequence[int] = ()) -> N
     parameters_of(adapter, LayerRange(0, len(adapter.layers), len(adapter.layers)))
     for degree in tensor_degrees:
         adapter.check_tp_degree(degree)
+
+
+def check_expert_bias(adapter: ModelAdapter, settings: Optimiser) -> None:
+    """Refuse `optimiser.expert_bias_rate` for a model without experts that have a correction bias."""
+    if settings.expert_bias_rate and not adapter.bias_buffers():
+        raise SeqloomError(
+            f"optimiser.expert_bias_rate = {settings.expert_bias_rate}: {type(adapter.module).__name__} has no experts "
+            "with a correction bias; leave it out"
+        )
+
+
+def state_shapes(adapter: ModelAdapter, settings: Optimiser) -> dict[str, str]:
+    """Return dtype and shape, by name, of what a checkpoint holds of a model; see `Trainer.save_checkpoint`."""
+    tensors = trained_parameters(adapter.module) | (adapter.bias_buffers() if settings.expert_bias_rate else {})
+    return {name: shape_name(tensor) for name, tensor in tensors.items()}
 
 
 def shard_parameters(

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,12 +31,14 @@ import torch
 
 from seqloom.attention import attention_builds
 from seqloom.attention.kernels import KernelBuild
+from seqloom.compat import is_out_of_memory
 from seqloom.cost.compute import forward_flops
+from seqloom.cost.memory import GIB
 from seqloom.data import Batch, RowReader
 from seqloom.describe.cluster import Device, is_device
 from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
-from seqloom.errors import SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.models.experts import balance_experts
 from seqloom.models.float8 import check_float8
@@ -45,6 +46,7 @@ from seqloom.params.host_masters import copy_to_shards
 from seqloom.plan import Plan
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
+from seqloom.simulate.memory import peak_memory
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.logging import (
     Metrics,
@@ -58,6 +60,7 @@ from seqloom.train.logging import (
 from seqloom.train.model import (
     REFERENCE,
     ModelFamily,
+    check_expert_bias,
     gather_state_dict,
     make_sharded_optimiser,
     parameter_dtypes,
@@ -65,6 +68,7 @@ from seqloom.train.model import (
     shard_parameters,
 )
 from seqloom.train.optim import check_gradient_norm, learning_rate, set_learning_rate, state_by_name
+from seqloom.train.run_folder import DamagedCheckpointError, resumed_checkpoint
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
 from seqloom.train.signals import blocked_signals
 
@@ -73,6 +77,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
 """How long a step waits for its plan before the fallback planner makes one; the first plan compiles the planner."""
+OUT_OF_MEMORY_PLAN = "out-of-memory-plan.json"
+"""In `run.output`: the plan of the step that memory did not hold."""
 PROGRESS_LINES = 8
 """How often the progress of builds is shown."""
 
@@ -112,6 +118,7 @@ class Trainer(AbstractContextManager):
             self._start.enter("looking for a checkpoint")
             self.sampler, self._evaluation_due = setup.sampler, False
             self._resumed_strategies: list[Any] | None = None
+            self._resume_notes: list[str] = []
             self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
             self.start_step = self.load_checkpoint()
         except BaseException:
@@ -131,11 +138,7 @@ class Trainer(AbstractContextManager):
         adapter = self._model_family.build(config, self.device, parameter_dtype)
         options = {"compiled": config.model.compile, "float8": config.model.float8}
         self.adapter = prepare_layers(adapter, **options, split_backward=setup.planners.multi_stage)
-        if config.optimiser.expert_bias_rate and not self.adapter.bias_buffers():
-            raise SeqloomError(
-                f"optimiser.expert_bias_rate = {config.optimiser.expert_bias_rate}: {type(adapter.module).__name__} "
-                "has no experts with a correction bias; leave it out"
-            )
+        check_expert_bias(self.adapter, config.optimiser)
         stages = setup.planners.stages
         self.parameters = shard_parameters(self.adapter, self.transport, stages, setup.cost, compute_dtype)
         self.optimiser = make_sharded_optimiser(self.parameters, setup.cost, config.optimiser)
@@ -152,7 +155,7 @@ class Trainer(AbstractContextManager):
         metrics = self._open_metrics(stream)
         if metrics is not None:
             strategies = strategy_notes(self.config, self.setup.planners.strategies, self._resumed_strategies)
-            for text in (*notes, *strategies):
+            for text in (*notes, *self._resume_notes, *strategies):
                 metrics.note(self.start_step, text)
         self._start.enter("planning")
         evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
@@ -207,6 +210,14 @@ class Trainer(AbstractContextManager):
 
     def train_step(self, step_plan: StepPlan, batch: Batch) -> StepRecord:
         """Run one step under a plan and update the parameters. All ranks call it."""
+        try:
+            return self._train_step(step_plan, batch)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory(step_plan, error) from error
+            raise
+
+    def _train_step(self, step_plan: StepPlan, batch: Batch) -> StepRecord:
         start = time.perf_counter()
         cuda = self.device.type == "cuda"
         if cuda:
@@ -238,6 +249,20 @@ class Trainer(AbstractContextManager):
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else 0,
         )
         return self._record(step_plan, batch, result, rate, mine)
+
+    def _out_of_memory(self, step_plan: StepPlan, error: BaseException) -> MemoryBudgetError:
+        """Say what a step needs and has by the cost model and by torch, and save its plan."""
+        cost, rank, file = self.setup.cost, self.transport.rank, self.config.run.output / OUT_OF_MEMORY_PLAN
+        file.write_text(step_plan.plan_json, encoding="utf-8")
+        predicted, budget = peak_memory(step_plan.plan, cost)[rank] / GIB, cost.budget_bytes / GIB
+        measured = "" if self.device.type == "cpu" else f", torch has reserved {_reserved_gib(self.device):.1f} GiB"
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return MemoryBudgetError(
+            f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}: rank {rank} is out of memory ({reason}). The "
+            f"plan ({file}) was predicted to take {predicted:.1f} GiB of a budget of {budget:.1f} GiB{measured}. "
+            f"Set plan.budget_gib to {0.9 * budget:.3g} or less, so that plans recompute more or use more GPUs, "
+            f"{self.setup.cost.ways_out}"
+        )
 
     def _record(
         self, step_plan: StepPlan, batch: Batch, result: StepResult, rate: float, mine: RankMeasurement
@@ -370,19 +395,22 @@ class Trainer(AbstractContextManager):
         return {**self.parameters.master_weights(), **(self.adapter.bias_buffers() if balanced else {})}
 
     def load_checkpoint(self) -> int:
-        """Load the checkpoint that the config says to resume from, if any; return the steps that are done."""
-        resume, path = self.config.checkpoint.resume, self.checkpoints.latest
-        if resume == "never" and path is not None:
-            raise SeqloomError(
-                f"checkpoint.resume = 'never', and {path} is there, which the run could not replace; choose another "
-                "run.output, or resume"
-            )
-        if path is None and resume not in ("auto", "never"):
-            path = Path(resume)
-        if path is None:
-            return 0
+        """Load the checkpoint that the config says to resume from, if any; return the steps that are done.
+
+        One of this run's own that is damaged is set aside for the one before.
+        """
         state = state_by_name(self.optimiser)
-        manifest = self.checkpoints.load(path, model=self._model_state(), optimiser=state)
+        while True:
+            path = resumed_checkpoint(self.checkpoints.latest, self.config.checkpoint.resume)
+            if path is None:
+                return 0
+            try:
+                manifest = self.checkpoints.load(path, model=self._model_state(), optimiser=state)
+                break
+            except DamagedCheckpointError as error:
+                if path != self.checkpoints.latest:
+                    raise
+                self._resume_notes.append(f"{error}; set aside as {self.checkpoints.set_aside().name}")
         copy_to_shards(self.parameters.master_weights(), self.parameters.device_shards())
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
@@ -481,6 +509,10 @@ class PlanBroadcast:
                 raise SeqloomError(
                     f"step {step}: rank {rank} holds another plan than rank 0; run one version on all ranks"
                 )
+
+
+def _reserved_gib(device: torch.device) -> float:
+    return torch.cuda.max_memory_reserved(device) / GIB
 
 
 def step_seed(seed: int, step: int) -> int:

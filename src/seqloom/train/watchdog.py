@@ -7,7 +7,6 @@ the signals that ask a run to leave (`signals`), which the trainer does after th
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -16,10 +15,9 @@ from math import inf
 from pathlib import Path
 from typing import Self
 
-import torch.distributed as dist
-
-from seqloom.errors import LeftEarly, SeqloomError
-from seqloom.train.checkpoint import complete_checkpoints
+from seqloom.compat import lost_rank_reason
+from seqloom.errors import LeftEarly, LostRankError, SeqloomError
+from seqloom.train.run_folder import latest_checkpoint
 from seqloom.train.signals import END, LEAVE_SIGNALS, URGENT, SignalPipe
 
 START_S = 600.0
@@ -29,8 +27,6 @@ EXIT_FAILED = 2
 _POLL_S = 1.0
 _LATE_S = 25.0
 """Seconds after a signal to leave at which a step that has not ended is reported: torchrun and Slurm kill after 30."""
-_LOST_RANK = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|timed? ?out", re.IGNORECASE)
-"""What gloo and the store say of a rank that is gone; they raise plain errors."""
 
 
 class Watchdog:
@@ -91,12 +87,12 @@ class Watchdog:
         signals.close(restore=error is None and not self._has_finished)
         if error is None:
             return
-        if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error))
-        ):
-            # of our own errors, the lines after the first show where the ranks are
-            details = str(error).strip().partition("\n")[2] if isinstance(error, SeqloomError) else ""
-            raise SeqloomError(self._lost_rank_message(_first_sentence(error), details)) from error
+        reason, details = lost_rank_reason(error), ""
+        if isinstance(error, LostRankError):  # the lines after the first show where the ranks are
+            reason, _, details = str(error).strip().partition("\n")
+            reason = reason.removesuffix(":")
+        if reason is not None:
+            raise LostRankError(self._lost_rank_message(reason, details)) from error
         if self._phase and isinstance(error, SeqloomError) and not str(error).startswith("step "):
             raise SeqloomError(f"{self._phase}: {error}") from error
         if self._phase and not isinstance(error, SeqloomError):
@@ -123,7 +119,7 @@ class Watchdog:
         elif self._has_finished or number not in LEAVE_SIGNALS:
             return
         elif not self._has_steps:
-            self._end(left_before_steps(self._latest()), LeftEarly.exit_code)
+            self._end(left_before_steps(latest_checkpoint(self._checkpoints)), LeftEarly.exit_code)
         self._urgent += number in URGENT
         if self._urgent > 1:
             self._end(
@@ -138,12 +134,8 @@ class Watchdog:
         finally:
             os._exit(code)
 
-    def _latest(self) -> Path | None:
-        checkpoints = complete_checkpoints(self._checkpoints)
-        return checkpoints[-1][1] if checkpoints else None
-
     def _intact(self) -> str:
-        latest = self._latest()
+        latest = latest_checkpoint(self._checkpoints)
         return f"{f'{latest} is intact' if latest else 'There is no checkpoint yet'}: run the same command to go on"
 
     def _late_message(self) -> str:
@@ -164,9 +156,3 @@ def left_before_steps(latest: Path | None) -> str:
     """Say that a run was asked to leave while it started."""
     start = f"goes on from {latest}" if latest else "starts it again"
     return f"left at the start of the run, asked by a signal; no step is lost, and the same command {start}"
-
-
-def _first_sentence(error: BaseException) -> str:
-    """The first sentence of an error, without the position in torch's source that precedes it."""
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(":")
-    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]

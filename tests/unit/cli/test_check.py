@@ -12,6 +12,7 @@ import pytest
 from seqloom.data import StoreWriter
 from seqloom.profiling.check import find_warnings, inspect_run, predict_steps
 from seqloom.train.config import Config
+from seqloom.train.run_folder import MANIFEST, Manifest, RunLock
 from support.tiny_specs import TINY
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
@@ -159,6 +160,7 @@ def _slower(planned, ns):
     [
         (("--set", "plan.capacity=16"), "document 8 has 100 tokens, but the largest group (4 ranks x 16 tokens) holds"),
         (("--batches", "0"), "0 batches to look at"),
+        (("--ranks", "-1"), "--ranks -1; give 1 or more"),
         (("--ranks", "2", "--set", "plan.cluster=1x4xCPU"), "has 4 ranks, the run has 2"),
         (("--set", "data.source=nowhere"), "no token store"),
         (("--set", "data.validation=nowhere"), "no token store"),
@@ -169,6 +171,35 @@ def _slower(planned, ns):
 )
 def test_a_run_that_cannot_start_is_refused(refused, settings, words, message):
     assert message in refused("check", str(RECIPE), *settings, *words)
+
+
+def test_a_run_whose_folder_or_packages_are_missing_is_refused(refused, settings, tmp_path, monkeypatch):
+    check = ("check", str(RECIPE), *settings, "--set")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "log.sinks names 'wandb', which cannot be imported" in refused(*check, 'log.sinks=["wandb"]')
+    (tmp_path / "file").touch()
+    assert "cannot be written" in refused(*check, f"run.output={tmp_path / 'file' / 'run'}")
+    with RunLock(tmp_path / "run") as lock:
+        lock.acquire()
+        assert "is in use by process" in refused(*check, f"run.output={tmp_path / 'run'}")
+    assert "none.safetensors cannot be read" in refused(*check, f"model.parameters={tmp_path / 'none.safetensors'}")
+
+
+def write_checkpoint(folder, **shapes):
+    """A complete checkpoint, as far as one sees without reading its tensors."""
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text(Manifest(3, shapes, {}, {}, "2.13.0").to_json())
+    (folder / ".metadata").touch()
+
+
+def test_a_checkpoint_that_the_run_could_not_resume_from_is_refused(refused, settings, tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    write_checkpoint(run / "checkpoints" / "step-00000003", weight="float32[2, 2]")
+    check = ("check", str(RECIPE), *settings, "--set", f"run.output={run}")
+    assert "is a checkpoint of another model: only in the checkpoint: weight float32[2, 2]" in refused(*check)
+    assert "checkpoint.resume = 'never', and" in refused(*check, "--set", "checkpoint.resume=never")
+    new = ("--set", f"run.output={tmp_path / 'new'}", "--set", f"checkpoint.resume={elsewhere}")
+    assert "is not a checkpoint" in refused("check", str(RECIPE), *settings, *new)
 
 
 def test_ids_that_the_model_does_not_have(refused, settings, tmp_path):

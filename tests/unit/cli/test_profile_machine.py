@@ -59,7 +59,7 @@ def test_text_says_how_far_it_is_off(run, monkeypatch):
         ("--output m.json --dtype bfloat61", "did you mean bfloat16"),
         ("--output m.json --ranks 3 --cluster 1x2xCPU", "has 2 ranks, the measurement 3"),
         ("--output m.json --sharding half", "unknown sharding"),
-        ("--output m.json --ranks 0", "0 ranks"),
+        ("--output m.json --ranks 0", "--ranks 0; give 1 or more"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(refused, options, message):

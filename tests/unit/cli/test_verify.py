@@ -1,6 +1,10 @@
 """``seqloom verify``: equal numbers, an exit code when they are not, and refusals."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -238,7 +242,9 @@ def test_a_difference_is_exit_code_1(settings, monkeypatch):
     [
         (("--dtype", "float16"), "unknown dtype 'float16'"),
         (("--planners", ","), "no planner in"),
-        (("--batches", "0"), "0 batches"),
+        (("--batches", "0"), "--batches 0; give 1 or more"),
+        (("--ranks", "0"), "--ranks 0; give 1 or more"),
+        (("--ranks", "100000"), "100000 ranks on a machine with"),
         (("--gloo", "--nccl"), "leave one out"),
         (("--planners", "flix"), "did you mean"),
         (("--set", "plan.cluster=1x2xCPU"), "has 2 ranks, the run has 4"),
@@ -264,3 +270,18 @@ def test_processes_under_a_launcher_are_refused(settings, monkeypatch):
         monkeypatch.setenv(name, value)
     result = run(*settings, "--gloo")
     assert isinstance(result.exception, SeqloomError) and "leave the launcher out" in str(result.exception)
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_says_so_and_ends(tmp_path):
+    """Threads of ranks may be deep in torch: a process that ends in the usual way would abort."""
+    recipe, codes = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml", []
+    for wait_s in (3.0, 4.0, 5.0, 6.0):
+        command = [sys.executable, "-m", "seqloom", "verify", str(recipe), "--ranks", "4", "--batches", "9"]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        time.sleep(wait_s)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+        codes.append(process.returncode)
+        assert b"terminate called" not in said and b"Traceback" not in said
+    assert {*codes} <= {130, -signal.SIGINT} and 130 in codes

@@ -295,7 +295,7 @@ def test_a_transport_error_names_rank_action_and_peer_and_marks_the_grid():
     progress = Progress(pipeline_of(), 1)
     progress.start(act("1F1"))
     with pytest.raises(SeqloomError) as caught, progress.waiting(act("1RECV_F1"), [0]):
-        raise RuntimeError("[pair.cc:1] Timed out waiting 1000ms for recv\nmore")
+        raise RuntimeError("[/gloo/pair.cc:1] Timed out waiting 1000ms for recv\nmore")
     first, *grid = str(caught.value).splitlines()
     assert first.startswith("rank 1 is at action 1F1 and waits for 1RECV_F1 with rank 0 (Timed out waiting 1000ms for")
     assert first.endswith("recv):")

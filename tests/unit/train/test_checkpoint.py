@@ -1,19 +1,29 @@
 import errno
 import json
 import os
+import pickle
 import resource
 import threading
+from functools import partial
 from multiprocessing import get_context
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from seqloom.errors import SeqloomError
-from seqloom.train.checkpoint import AtomicWriter, Checkpoints, complete_checkpoints
+from seqloom.train.checkpoint import AtomicWriter, Checkpoints
 from seqloom.train.config import Optimiser
 from seqloom.train.optim import make_optimiser, state_by_name
-from support.runs import crash_while_saving, latest_checkpoint
+from seqloom.train.run_folder import (
+    MANIFEST,
+    METADATA,
+    DamagedCheckpointError,
+    complete_checkpoints,
+    latest_checkpoint,
+)
+from support.runs import crash_while_saving
 
 
 @pytest.fixture(autouse=True)
@@ -181,23 +191,6 @@ def test_what_is_no_checkpoint_or_a_later_format_is_refused(tmp_path):
             checkpoints.save(2, **trainer.state(), extra={"rng": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_files_that_cannot_be_read_are_refused_and_others_are_offered(tmp_path, damage):
-    trainer = Trainer()
-    with Checkpoints(tmp_path) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, **trainer.state(), extra={})
-        path = _wait(checkpoints)
-        [data] = path.glob("*.distcp")
-        if damage == "cut":
-            os.truncate(data, 100)
-        else:
-            data.unlink()
-        with pytest.raises(SeqloomError, match=r"cannot be read \(rank 0: .*\); take another: step-00000001$"):
-            checkpoints.load(path, **trainer.state())
-        checkpoints.load(tmp_path / "step-00000001", **trainer.state())
-
-
 def test_a_full_disk_is_an_error_at_the_next_step_and_loses_nothing(tmp_path, monkeypatch):
     trainer = Trainer()
     trainer.step()
@@ -292,3 +285,92 @@ def test_one_is_in_flight_at_most_and_training_goes_on_meanwhile(tmp_path, monke
 def test_an_error_in_the_body_of_a_with_is_the_one_that_is_seen(tmp_path):
     with pytest.raises(KeyError, match="a reason"), Checkpoints(tmp_path):
         raise KeyError("a reason")
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["a bit of a tensor", "a bit of the metadata", "cut", "missing"])
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, damage):
+    trainer, other = Trainer(), Trainer(seed=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        for _ in range(2):
+            trainer.step()
+            trainer.save(checkpoints)
+        checkpoints.wait()
+        folder = checkpoints.latest
+        tensors = next(folder.glob("*.distcp"))
+        if damage == "a bit of a tensor":
+            flip(tensors, 1000)
+        elif damage == "a bit of the metadata":
+            flip(folder / METADATA, 100)
+        elif damage == "cut":
+            tensors.write_bytes(tensors.read_bytes()[:-1])
+        else:
+            tensors.unlink()
+        state = {name: tensor.clone() for name, tensor in other.parameters.items()}
+        with pytest.raises(DamagedCheckpointError, match=r"is damaged \(.*\); take another: step-00000001"):
+            checkpoints.load(folder, **other.state())
+        assert all(torch.equal(state[name], tensor) for name, tensor in other.parameters.items())
+        aside = checkpoints.set_aside()
+        assert aside.name == "damaged-step-00000002" and aside.is_dir()
+        assert checkpoints.latest == tmp_path / "step-00000001"
+        assert checkpoints.load(checkpoints.latest, **other.state()).step == 1
+
+
+class Opens:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def rewrite_metadata(folder, change):
+    file, manifest = folder / METADATA, json.loads((folder / MANIFEST).read_text())
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"files": {}}))  # as if nobody had to be deceived
+
+
+@pytest.mark.parametrize("hidden", ["in the metadata", "in place of a tensor", "outside of the folder"])
+def test_a_checkpoint_runs_no_code_and_reads_no_other_file(tmp_path, hidden):
+    trainer, mark = Trainer(), tmp_path / "mark"
+    trainer.step()
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        trainer.save(checkpoints)
+        checkpoints.wait()
+        folder = checkpoints.latest
+        if hidden == "in the metadata":
+            rewrite_metadata(folder, lambda metadata: setattr(metadata, "planner_data", Opens(mark)))
+        elif hidden == "in place of a tensor":
+            rewrite_metadata(folder, partial(replace_by_bytes, folder, mark))
+        else:
+            rewrite_metadata(folder, name_files_elsewhere)
+        mark.unlink(missing_ok=True)
+        said = {"in the metadata": "open", "in place of a tensor": "Bytes", "outside of the folder": "elsewhere"}
+        with pytest.raises(SeqloomError, match=f"cannot be read .*names .*{said[hidden]}"):
+            checkpoints.load(folder, **Trainer(seed=1).state())
+    assert not mark.exists()
+
+
+def name_files_elsewhere(metadata):
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../elsewhere"
+
+
+def replace_by_bytes(folder, mark, metadata):
+    """Say of a tensor that it is an object, which torch would unpickle."""
+    name = "model.0.weight"
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    index = next(index for index in metadata.storage_data if index.fqn == name)
+    info = metadata.storage_data.pop(index)
+    torch.save(Opens(mark), folder / "object")
+    info.relative_path, info.offset, info.length = "object", 0, (folder / "object").stat().st_size
+    metadata.storage_data[MetadataIndex(name)] = info

@@ -3,6 +3,9 @@
 import ctypes
 import os
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from seqloom.errors import SeqloomError
 from seqloom.train import launch
 from seqloom.train.config import Config
 from seqloom.train.launch import WATCHED_NCCL, check_compilers, node_note
+from seqloom.train.run_folder import LOCK_FILE, RunLock
 from seqloom.train.setup import RunSetup
 from seqloom.train.watchdog import Watchdog
 from support.runs import SMALL
@@ -58,6 +62,34 @@ def test_ranks_that_hang_are_ended_with_a_report_when_one_has_died(fork_server, 
     assert str(found.value).startswith(
         f"rank 0 has died (SIGKILL); rank 1: {STEP}: one of 2 ranks has died or hangs (ended"
     )
+
+
+HELD = """
+import sys, time
+from pathlib import Path
+from seqloom.train.run_folder import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"locked\n"
+        config = Config.load(RECIPE, [*SMALL, f"run.output={tmp_path}"])
+        with pytest.raises(SeqloomError, match=rf"in use by process {other.pid} on {socket.gethostname()}, since"):
+            launch.train_on_processes(config, 2)
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE], "nothing else is written"
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    for _ in range(2):  # a process that was killed holds nothing, nor does one that has released the folder
+        with RunLock(tmp_path) as lock:
+            lock.acquire()
 
 
 WAY_OUT = "install it, or set model.compile = false"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from seqloom.errors import LeftEarly, SeqloomError
+from seqloom.errors import LeftEarly, LostRankError, SeqloomError
 from seqloom.train.signals import END, LEAVE_SIGNALS
 from seqloom.train.watchdog import EXIT_FAILED, Watchdog
 from support.runs import be_stuck
@@ -40,7 +40,10 @@ def words_after(error: BaseException, folder: Path, phase: str = STEP) -> str:
     ("error", "why"),
     [
         (RuntimeError(GLOO), "Read error [127.0.0.1]:48049: Connection reset by peer"),
-        (RuntimeError("Timed out waiting 30000ms for recv"), "Timed out waiting 30000ms for recv"),
+        (
+            RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv"),
+            "Timed out waiting 30000ms for recv",
+        ),
         (dist.DistBackendError("NCCL error: remote process exited\nmore"), "NCCL error: remote process exited"),
     ],
 )
@@ -56,7 +59,7 @@ def test_a_lost_rank_is_told_with_step_plan_limit_and_checkpoint(error, why, tmp
 
 
 def test_a_message_that_does_not_come_is_told_with_the_grid(tmp_path):
-    said = words_after(SeqloomError("rank 1 waits for rank 0 (Timed out waiting):\nhost 0 | 0F0\nhost 1 |"), tmp_path)
+    said = words_after(LostRankError("rank 1 waits for rank 0 (Timed out waiting):\nhost 0 | 0F0\nhost 1 |"), tmp_path)
     assert said.startswith(f"{STEP}: one of 4 ranks has died or hangs (rank 1 waits for rank 0 (Timed out waiting));")
     assert said.endswith("to go on\nhost 0 | 0F0\nhost 1 |")
 
@@ -65,6 +68,7 @@ def test_other_refusals_say_where_and_those_of_the_start_are_left_alone(tmp_path
     assert words_after(SeqloomError("the norm is nan"), tmp_path) == f"{STEP}: the norm is nan"
     assert words_after(SeqloomError("step 7: other lengths"), tmp_path) == "step 7: other lengths"
     assert words_after(SeqloomError("no such model"), tmp_path, phase="") == "no such model"
+    assert words_after(SeqloomError("timeout.json is no plan"), tmp_path) == f"{STEP}: timeout.json is no plan"
 
 
 def test_a_defect_keeps_its_type_and_gets_a_note(tmp_path):

@@ -43,9 +43,9 @@ from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parame
 from seqloom.models.files import ReadRows, open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
 from seqloom.reader import read_mapping
-from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
+from seqloom.train.run_folder import atomic_folder
 from seqloom.train.setup import load_model_spec
 
 IGNORED_TENSORS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
@@ -130,10 +130,19 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
 
     Fresh parameters are drawn in float32 on the CPU, so that they do not depend on dtype and device.
     """
+    stored = any(folder.glob("*.safetensors"))
+    if not stored and any(folder.glob("*.bin")):
+        raise SeqloomError(
+            f"model.huggingface = {str(folder)!r} has parameters in .bin files and none in .safetensors; convert them "
+            "with from_pretrained and save_pretrained, or remove them to draw fresh ones"
+        )
     if device.type == "meta":
         with device:
-            return from_config(folder, dtype), None
-    if any(folder.glob("*.safetensors")):
+            model = from_config(folder, dtype)
+            if stored:
+                _reader(folder, model)  # refuses tensors without a place in the model
+            return model, None
+    if stored:
         with meta_parameters():
             model = from_config(folder, dtype).to(dtype)
         read = _reader(folder, model)
@@ -143,11 +152,6 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
         if (folder / GENERATION_CONFIG_NAME).exists():
             model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
         return model, read
-    if any(folder.glob("*.bin")):
-        raise SeqloomError(
-            f"model.huggingface = {str(folder)!r} has parameters in .bin files and none in .safetensors; convert them "
-            "with from_pretrained and save_pretrained, or remove them to draw fresh ones"
-        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = from_config(folder, torch.float32).to(dtype)
