@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT = 384 * 1024
 """Tokens of a learned position table when no longest sequence is given: the largest published context."""
 
+MOST_GIB, MOST_TOKENS = 1e9, 1 << 36
+"""GiB of host memory, and tokens of a rank in a round, that count at most."""
+
+CHECKED_TOKENS, MOST_NS = 1 << 17, float(1 << 50)
+"""Tokens of a document, and ns that it may take, 13 days: sums of thousands fit 64-bit integers."""
+
 OFFLOADED = (Checkpoint.SELECTIVE, Checkpoint.FULL)
 """Checkpoints under which layers of plans of one stage may be offloaded."""
 
@@ -135,7 +141,7 @@ class CostModel:
         self.pad_multiple = self.engine.pad_multiple
         if capacity is not None and capacity < self.pad_multiple:
             raise SeqloomError(f"a capacity of {capacity} tokens; give {self.pad_multiple} or more, or leave it out")
-        self._token_limit = math.inf if capacity is None else capacity - capacity % self.pad_multiple
+        self._token_limit = MOST_TOKENS if capacity is None else capacity - capacity % self.pad_multiple
         self._plain_capacity = {policy: self._tokens_that_fit(policy) for policy in self.engine.policies}
         self._capacity = dict(self._plain_capacity)
         for policy in self._offloadable if counts_offload else ():
@@ -149,6 +155,7 @@ class CostModel:
         self._routes: dict[tuple[GroupShape, tuple[int, ...]], Route | None] = {}
         self._prices: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], tuple[CostBreakdown, dict[str, float]]] = {}
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
+        self._check_prices()
         resident = tuple(policy._replace(resident=True) for policy in self.engine.policies)
         by_checkpoint = {policy.checkpoint: policy for policy in reversed(self._fitting or resident)}
         plain = tuple(shape for shape in self.shapes if not shape.latent and not shape.states)
@@ -160,6 +167,21 @@ class CostModel:
             )  # latents and states are further choices, and replace none
         ]
         self.shapes = ordered(shape for shapes in useful for shape in shapes)
+
+    def _check_prices(self) -> None:
+        """Refuse constants and sizes by which a step takes longer than integers of nanoseconds add up."""
+        policy, longest = self.engine.policies[-1], float(CHECKED_TOKENS)
+        with np.errstate(all="ignore"):
+            attention = self.engine.attention_ns(np.array([longest]), self.shapes, policy)[:, 0]
+            for shape, most in zip(self.shapes, attention.tolist(), strict=True):
+                place = shape, policy, self.aligned_traffic(shape)
+                fixed, tokens = (sum(each(*place).values()) for each in (self.engine.fixed_ns, self.engine.token_ns))
+                if not most + fixed + longest * tokens < MOST_NS:
+                    raise SeqloomError(
+                        f"by profile {self.profile.name} a document of {longest:,.0f} tokens of {self.model.name} "
+                        f"takes more than {MOST_NS / 1e9:,.0f} s on {shape.degree} ranks of {self.cluster.name}; "
+                        "correct the constants of the profile, the links of the cluster or the sizes of the model"
+                    )
 
     def __repr__(self) -> str:
         names = (self.cluster.name, self.model.name, self.profile.name, self.sharding.value)
@@ -314,7 +336,7 @@ class CostModel:
         node = self.cluster.host_gib
         share = None if node is None else DEVICE_SHARE * node / self.cluster.gpus_per_node
         gib = share if host_gib is None else host_gib
-        return None if gib is None else math.floor(gib * GIB)
+        return None if gib is None else math.floor(min(gib, MOST_GIB) * GIB)
 
     # -- documents and groups ---------------------------------------------------
 

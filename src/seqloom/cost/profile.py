@@ -175,6 +175,8 @@ class AnalyticProfile(Profile):
 
 # -- strict reading: unknown keys, missing keys and odd values are refused with the way out
 
+MOST = 1e12
+"""No constant is larger."""
 KINDS = {"additive": AdditiveProfile, "analytic": AnalyticProfile}
 JSON_KEYS = {"solo_time_ratio": "alone", "pad_multiple": "granule"}  # fields whose key in a file has another name
 SHARES = ("overlap", "alone")  # at most 1
@@ -185,7 +187,7 @@ def parse_profile(text: str, where: str) -> AdditiveProfile | AnalyticProfile:
     """Decode one profile; ``where`` names it in messages."""
     data = parse_json(text, where)
     kind = data.pop("kind", None) if isinstance(data, dict) else refuse(data, where, "a JSON object")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise SeqloomError(f"{where}: kind is {kind!r}; it must be one of {', '.join(KINDS)}")
     return _read(KINDS[kind], data, where)
 
@@ -235,9 +237,9 @@ def _number(kind: type, value: Any, where: str) -> Any:
     """A finite number above zero, or not below it."""
     whole, zero = kind is int, where.endswith(MAY_BE_ZERO)
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (value == 0 and not zero) or (whole and value != int(value)):
+    if not good or value < 0 or (value == 0 and not zero) or (whole and value != int(value)) or value > MOST:
         name, least = "whole" if whole else "finite", "0 or more" if zero else "above 0"
-        raise SeqloomError(f"{where} is {value!r}; expected a {name} number, {least}")
+        raise SeqloomError(f"{where} is {value!r}; expected a {name} number, {least}, at most {MOST:.0e}")
     return kind(value)
 
 

@@ -237,7 +237,7 @@ def _cover(times: np.ndarray) -> list[int]:
     best = times.min(axis=0)
     picked: list[int] = []
     reached = np.full(times.shape[1], np.iinfo(np.int64).max // 128)
-    while not picked or np.any(reached * 100 > best * NEAR_PERCENT):
+    while not picked or (len(picked) < len(times) and np.any(reached * 100 > best * NEAR_PERCENT)):
         near = [int(np.count_nonzero(np.minimum(reached, row) * 100 <= best * NEAR_PERCENT)) for row in times]
         picked.append(int(np.argmax(near)))  # the first of equals: the widest Ulysses
         reached = np.minimum(reached, times[picked[-1]])

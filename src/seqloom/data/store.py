@@ -184,10 +184,11 @@ def _map_arrow(path: Path, columns: list[str]) -> Any:
     try:
         table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
         table.validate(full=path.name == INDEX)
+        found = table.column_names
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise SeqloomError(f"{path}: not a readable Arrow file ({error}); copy it again, or {_WAY_OUT}") from None
-    if table.column_names != columns:
-        raise SeqloomError(f"{path}: columns {table.column_names}, not {columns}; {_WAY_OUT}")
+    if found != columns:
+        raise SeqloomError(f"{path}: columns {found}, not {columns}; {_WAY_OUT}")
     return table
 
 

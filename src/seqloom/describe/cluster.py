@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from seqloom.errors import SeqloomError
 from seqloom.reader import build, is_file_name, read_mapping
 
 _SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x(.+)", re.IGNORECASE)
+MOST = 1e9
+"""No size or rate of a cluster is larger."""
+MAX_RANKS = 1 << 15
+"""GPUs of the largest cluster that plans are made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,10 @@ class Link:
 
     def __post_init__(self) -> None:
         _positive(f"link {self.name}", self, "gb_s")
-        if not self.latency_us >= 0:
-            raise SeqloomError(f"link {self.name}: latency_us = {self.latency_us}; it must be 0 or more")
+        if not 0 <= self.latency_us <= MOST:
+            raise SeqloomError(
+                f"link {self.name}: latency_us = {self.latency_us}; it must be 0 or more, at most {MOST:.0e}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +93,9 @@ class Cluster:
             if not isinstance(getattr(self, size), int):
                 raise SeqloomError(f"cluster {self.name}: {size} = {getattr(self, size)!r}; it must be a whole number")
         _positive(f"cluster {self.name}", self, "nodes", "gpus_per_node", "nics_per_node")
+        _check_size(self.nodes, self.gpus_per_node)
         near, gpus, nics = self.nic_of_gpu, self.gpus_per_node, self.nics_per_node
-        wrong, idle = [nic for nic in near if not 0 <= nic < nics], sorted(set(range(nics)) - set(near))
+        wrong, idle = [nic for nic in near if not 0 <= nic < nics], nics - len(set(near))
         problem = ""
         if len(near) != gpus:
             problem = f"nic_of_gpu has {len(near)} entries for {gpus} GPUs of a node; give one NIC for each"
@@ -95,8 +103,9 @@ class Cluster:
             problem = f"nic_of_gpu names NIC {wrong[0]} but a node has {nics}; use 0 to {nics - 1}"
         elif idle:
             problem = (
-                f"NIC {idle[0]} of {nics} is near no GPU of a node (nic_of_gpu is {list(near)}), so nothing could use "
-                f"it; name it there, or set nics_per_node to {nics - len(idle)} and number the NICs from 0"
+                f"NIC {next(nic for nic in count() if nic not in near)} of {nics} is near no GPU of a node (nic_of_gpu "
+                f"is {list(near)}), so nothing could use it; name it there, or set nics_per_node to {nics - idle} and "
+                "number the NICs from 0"
             )
         if problem:
             raise SeqloomError(f"cluster {self.name}: {problem}")
@@ -191,6 +200,8 @@ def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
     device, gpus = content.get("device"), content.get("gpus_per_node")
     if not isinstance(gpus, int):
         return content  # the type check that follows says so
+    nodes = content.get("nodes")
+    _check_size(nodes if isinstance(nodes, int) else 1, gpus)
     if isinstance(device, str):
         usual = DEVICES.lookup(device)
         nics = -(-gpus // usual.gpus_per_nic)
@@ -200,6 +211,15 @@ def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
     if "nic_of_gpu" not in content and isinstance(nics, int):
         content = content | {"nic_of_gpu": tuple(gpu * nics // gpus for gpu in range(gpus))}
     return content
+
+
+def _check_size(nodes: int, gpus_per_node: int) -> None:
+    """Refuse a cluster that is too large to plan for, before anything is made of its size."""
+    if nodes * gpus_per_node > MAX_RANKS:
+        raise SeqloomError(
+            f"a cluster of {nodes:,} nodes with {gpus_per_node:,} GPUs each; plans are made for {MAX_RANKS:,} GPUs at "
+            "most"
+        )
 
 
 def _built(name: str, entry: dict[str, Any]) -> Cluster:
@@ -220,6 +240,8 @@ def _positive(what: str, value: object, *names: str) -> None:
         number = getattr(value, name)
         if not number > 0:
             raise SeqloomError(f"{what}: {name} = {number}; it must be positive")
+        if number > MOST:
+            raise SeqloomError(f"{what}: {name} = {number:.3g}; it must be at most {MOST:.0e}")
 
 
 DEVICES: Presets[DevicePreset] = Presets("device", "devices.json", _device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from seqloom.describe.model import ModelSpec
+from seqloom.describe.model import MAX_LAYERS, MAX_SIZE, ModelSpec
 from seqloom.errors import SeqloomError
 
 Config = Mapping[str, Any]
@@ -117,6 +117,15 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
 
     Without a ``name`` the spec is named by ``_name_or_path`` or the model type.
     """
+    try:
+        return _model_from_config(config, name)
+    except SeqloomError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise SeqloomError(f"a value of the config is of a wrong type ({error}); {WAY_OUT}") from error
+
+
+def _model_from_config(config: Config, name: str | None) -> ModelSpec:
     text = config.get("text_config")
     if isinstance(text, Mapping):
         inherited = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
@@ -125,7 +134,8 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
     merged = {**family.defaults, **config}  # an explicit null overrides a default
     config = {key: value for key, value in merged.items() if value is not None}
     _refuse(config, latent=family.latent)
-    layers, hidden, heads = (_number(config, key, least=1) for key in ("layers", "hidden", "heads"))
+    layers = _number(config, "layers", least=1, most=MAX_LAYERS)
+    hidden, heads = (_number(config, key, least=1) for key in ("hidden", "heads"))
     if "head_dim" not in config and hidden % heads and not family.latent:
         raise SeqloomError(f"hidden size {hidden} is not a multiple of {heads} heads; add head_dim to the config")
     by_head = _latent_heads(config, heads, hidden) if family.latent else _plain_heads(config, heads, hidden)
@@ -149,8 +159,8 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
 def has_known_type(config: Config) -> bool:
     """Whether `model_from_config` has a word on the model type: the shapes, or why it is refused."""
     text = config.get("text_config")
-    kinds = {config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
-    return bool(kinds & {*FAMILIES})
+    kinds = (config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
+    return any(isinstance(kind, str) and kind in FAMILIES for kind in kinds)
 
 
 def position_rows(config: Config) -> int:
@@ -161,7 +171,7 @@ def position_rows(config: Config) -> int:
 
 def _family(config: Config) -> Family:
     kind = config.get("model_type")
-    if kind is None:
+    if not isinstance(kind, str):
         raise SeqloomError(f"no 'model_type': this is not a Hugging Face config; {WAY_OUT}")
     if kind not in FAMILIES:
         _refuse(config)
@@ -181,15 +191,15 @@ def _refuse(config: Config, *, latent: bool = False) -> None:
         raise SeqloomError(f"model_type {kind!r} is an encoder-decoder, which is not supported; {WAY_OUT}")
 
 
-def _number(config: Config, name: str, default: int | None = None, *, least: int = 0) -> int:
+def _number(config: Config, name: str, default: int | None = None, *, least: int = 0, most: int = MAX_SIZE) -> int:
     """Return the whole number that the config gives for our field ``name``, or for a key of its own."""
     keys = _NAMES.get(name, (name,))
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     value = config.get(key, default)
     if value is None:
         raise SeqloomError(f"key {key!r} is missing; add it to the config")
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SeqloomError(f"{key} = {value!r}; it must be a whole number from {least} up")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise SeqloomError(f"{key} = {value!r}; it must be a whole number from {least} to {most}")
     return value
 
 

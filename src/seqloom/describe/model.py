@@ -11,6 +11,9 @@ from seqloom.describe.presets import Presets
 from seqloom.errors import SeqloomError
 from seqloom.reader import build, is_file_name, read_mapping
 
+MAX_LAYERS, MAX_SIZE = 1 << 13, 1 << 31
+"""Layers, and widths and counts, of the largest model that can be described."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -90,6 +93,9 @@ class ModelSpec:
     """Width of the latent of queries; 0: they are made from the hidden state."""
 
     def __post_init__(self) -> None:
+        self._require(self.layers <= MAX_LAYERS, "layers", f"must be at most {MAX_LAYERS}")
+        for name in ("hidden", "heads", "head_dim", "ffn", "vocabulary", "experts", "expert_ffn", "shared_ffn"):
+            self._require(getattr(self, name) <= MAX_SIZE, name, f"must be at most {MAX_SIZE}")
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * max(self.layers, 0))
         if self.experts and not self.moe_layers:

@@ -188,6 +188,10 @@ class Schedule:
         rows = _parse_csv(text, name)
         pp_ranks = _pp_rank_of_stages(rows, name)
         count = 1 + max((action.round for row in rows for action in row if action.round is not None), default=-1)
+        most = sum(map(len, rows))
+        if count > most:  # before anything is made of so many units
+            value = f"{name} has unit {count - 1} and {most} actions"
+            raise PlanError(f"{value}; every unit has actions; number units from 0 without gaps", rule="units")
         compute = tuple(tuple(action for action in row if action.kind in (F, B, I, W)) for row in rows)
         schedule = cls(name, pp_ranks, units_of(_pieces_of_sequences(count, pieces, name)), compute)
         schedule.validate()
@@ -298,9 +302,9 @@ def _pp_rank_of_stages(rows: Rows, name: str) -> tuple[int, ...]:
                 first = line[action.stage] + 1
                 value = f"{name} has {action} in line {number + 1} and stage {action.stage} in line {first}"
                 raise PlanError(f"{value}; a stage is on one pp_rank; move it to one line", rule="pp-ranks")
-    missing = sorted(set(range(max(line) + 1)) - set(line))
-    if missing:
-        value = f"{name} has stage {max(line)} but nothing for stage {missing[0]}"
+    missing = next((stage for stage in range(len(line)) if stage not in line), None)
+    if missing is not None:
+        value = f"{name} has stage {max(line)} but nothing for stage {missing}"
         raise PlanError(f"{value}; stages are numbered from 0 without gaps; add or renumber it", rule="pp-ranks")
     return tuple(line[stage] for stage in range(len(line)))
 

@@ -83,6 +83,8 @@ def test_odd_sizes_have_a_nic_for_every_gpu():
         ),
         ("8x0xH100", "gpus_per_node = 0; it must be positive"),
         ("0x8xH100", "nodes = 0"),
+        ("100000000000x8xH100", "100,000,000,000 nodes with 8 GPUs each; plans are made for 32,768 GPUs at most"),
+        ("8x100000000000xH100", "8 nodes with 100,000,000,000 GPUs each"),
         ("H100", "unknown cluster 'H100'"),
         ("nowhere.toml", "does not exist"),
     ],

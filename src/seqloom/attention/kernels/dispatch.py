@@ -561,7 +561,7 @@ class KernelTable:
             raise SeqloomError(f"{path}: format {content.get('format')!r}, not {FORMAT}; run seqloom profile again")
         try:
             return cls(tuple(_read_measurement(one) for one in content["measurements"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise SeqloomError(f"{path}: not a table of kernel times ({error}); run seqloom profile again") from None
 
 
