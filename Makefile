@@ -10,6 +10,10 @@ JOBS ?= 2
 GPU_JOBS ?= 8
 # Pools of ranks that share one GPU at a time.
 NCCL_JOBS ?= 3
+# Faults of `make test-faults`, about eight seconds each.
+FAULTS ?= 40
+# Changed files of `make fuzz`, over all readers.
+CASES ?= 60000
 # The first interpreter that runs and is new enough; override with `make PYTHON=/path/to/python demo`.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; \
@@ -24,7 +28,7 @@ INPUTS := pyproject.toml constraints.txt
 # Traces of a step: other work on the GPU would move its kernels.
 ALONE := tests/nccl/test_overlap_nccl.py
 
-.PHONY: help demo test test-full test-gpu test-cluster lint format types layers bench wheel clean
+.PHONY: help demo fuzz test test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +51,12 @@ test-gpu: $(DEV_READY)  ## kernels on a GPU, then 2, 4 and 8 ranks over NCCL tha
 
 test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on this machine; needs root and iproute2
 	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=120 --session-timeout=240 tests/cluster
+
+fuzz: $(DEV_READY)  ## every reader of files, with so many changed files: make fuzz CASES=1000000
+	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --jobs $(JOBS)
+
+test-faults: $(DEV_READY)  ## training runs that meet faults until they are complete: make test-faults FAULTS=300
+	$(BIN)/python tests/faults/run.py --faults $(FAULTS)
 
 lint: $(DEV_READY)  ## ruff: rules and format
 	$(BIN)/ruff check .
