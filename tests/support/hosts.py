@@ -157,7 +157,7 @@ def fastest(run: Callable[[], float], enough: float) -> float:
     """Return the least seconds of some runs, as many as it takes to come below `enough`, at most `MOST_RUNS`.
 
     Other work on the machine makes a run slower, and nothing makes it faster than its nics: where `enough` follows from
-    the rate of a nic and not from another measurement, runs that take too long never pass, however often they are tried.
+    the rate of a nic and not from another measurement, slow runs never pass, however often they are tried.
     """
     least = float("inf")
     for _ in range(MOST_RUNS):
