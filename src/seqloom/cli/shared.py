@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from seqloom.api import Evaluation
     from seqloom.cost import CostModel
     from seqloom.describe import Batch, ModelSpec
+
+PROGRESS_S = 5.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 # Options.
 
@@ -160,20 +164,29 @@ def launched(ranks: int | None) -> bool:
 
 
 @contextmanager
-def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr, if that is a terminal.
+def progress_bar(total: int | None, description: str) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on stderr; a line every few seconds where that is no terminal.
 
-    Yields a function to call before each of ``total`` steps with its description.
+    Yields a function to call before each of ``total`` steps (None: their number is not known) with its description.
     """
+    done = itertools.count()
     if not sys.stderr.isatty():
-        yield lambda description: None
+        shown = time.monotonic()
+
+        def show(description: str) -> None:
+            nonlocal shown
+            step = next(done)
+            if time.monotonic() - shown >= PROGRESS_S:
+                shown = time.monotonic()
+                typer.echo(f"{description} ({step}{'' if total is None else f' of {total}'} done)", err=True)
+
+        yield show
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
-        done = itertools.count()
         yield lambda description: bar.update(task, completed=next(done), description=description)
 
 
