@@ -86,11 +86,11 @@ def demo(
         seqloom demo
     """
     from seqloom.api import cost_model
-    from seqloom.cli.compare import comparison
+    from seqloom.cli.compare import comparison, save_picture
     from seqloom.cli.doctor import probe
 
     shared.check_output(out)
-    shared.check_output(picture, "picture", (".svg",))
+    shared.check_picture(picture)
     names, left_out = installed_planners()
     cost = cost_model(CLUSTER, MODEL, profile=PROFILE, max_length=MAX_LENGTH)
     workload = shared.Workload.by_count(shared.Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
@@ -117,7 +117,9 @@ def demo(
             console.print("\nAnd now for real: a tiny model, trained with a fixed degree and with a plan per step.")
             draw_runs(console, train_twice(seed, show=True))
 
-    shared.report(json, content, draw, picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
+    if picture is not None:
+        save_picture(picture, cost, workload, row)
+    shared.report(json, content, draw)
 
 
 def installed_planners() -> tuple[list[str], dict[str, str]]:
