@@ -78,12 +78,12 @@ def demo(
         seqloom demo
     """
     from seqloom.api import cost_model
-    from seqloom.cli.compare import comparison
+    from seqloom.cli.compare import comparison, save_picture
     from seqloom.cli.doctor import probe
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # before this process adds to it
     shared.check_output(out)
-    shared.check_output(picture, "picture", (".svg",))
+    shared.check_picture(picture)
     names, left_out = installed_planners()
     cost = cost_model(CLUSTER, MODEL, profile=PROFILE, max_length=MAX_LENGTH)
     workload = shared.Workload.by_count(shared.Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
@@ -110,7 +110,9 @@ def demo(
                 shared.print_lines(console, "", f"{busy}.")
             draw_here(console, run_here(seed))
 
-    shared.report(json, content, draw, picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
+    if picture is not None:
+        save_picture(picture, cost, workload, row)
+    shared.report(json, content, draw)
 
 
 def installed_planners() -> tuple[list[str], dict[str, str]]:
