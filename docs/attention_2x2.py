@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from seqloom.attention import Segments
+from seqloom.attention.dropout import HeadDropout, WeightDropout
 from seqloom.attention.kernels import AttentionShape, Capabilities
 from seqloom.attention.kernels.dispatch import KERNELS, built_in_table
 from seqloom.layout import Span
@@ -194,8 +195,10 @@ class Feature(NamedTuple):
     dim: int = 128
     kv_heads: int = 8
     softcap: float | None = None
+    dropout: WeightDropout | None = None
 
 
+NO_TOKENS = (torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 FEATURES = (
     Feature("CPU", device="cpu"),
     Feature("CUDA", device="cuda"),
@@ -214,10 +217,11 @@ FEATURES = (
     Feature("any offset", Segments.of([(0, 256, 0, 512, 100)])),
     Feature("tile without mask", Segments.of([(0, 256, 0, 512, 512)])),
     Feature("logit soft-cap", softcap=30.0),
+    Feature("dropout of attention weights", dropout=HeadDropout(0.1, seed=0, layer=0).of_rows(NO_TOKENS, NO_TOKENS)),
 )
 ALWAYS = ("attention sinks", "values wider or narrower than keys")
 """Options that the engine adds to any kernel."""
-NEVER = ("dropout", "bias, ALiBi")
+NEVER = ("bias, ALiBi",)
 """Options that the engine refuses before any kernel is asked."""
 
 
@@ -253,6 +257,7 @@ def _answer(kernel: Capabilities, feature: Feature) -> str:
         device=torch.device(feature.device or kernel.devices[0]),
         scale=feature.dim**-0.5,
         softcap=feature.softcap,
+        dropout=feature.dropout,
     )
     return SUPPORTED if kernel.unsupported(feature.segments, shape) is None else REFUSED
 

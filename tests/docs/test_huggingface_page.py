@@ -36,6 +36,10 @@ SUPPORTED = (
         "dropout modules in layers, those of LoRA among them",
         "the same elements under every plan; `bind(dropout_seed=step)`",
     ),
+    (
+        "dropout of attention weights",
+        "the same weights under every plan; by kernels that drop (`triton`, `reference`), `bind(dropout_seed=step)`",
+    ),
     ("gradient checkpointing", "`gradient_checkpointing_enable()`, or torch.utils.checkpoint"),
 )
 """Features, and how they are supported; tests/property/test_transformers*.py has each of them."""

@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from seqloom.attention import attention
+from seqloom.attention.dropout import keep_mask, mixed32, module_keys, token_keys
+from seqloom.attention.kernels.cpu import Reference
+from seqloom.attention.kernels.triton_attention import TritonSegments
 from seqloom.dist import bind_single_rank
 from seqloom.models.compile import compile_layers
-from seqloom.models.dropout import keep_mask, module_keys, plan_dropout, token_keys
+from seqloom.models.dropout import plan_dropout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +23,7 @@ def test_masks_are_those_of_the_cpu():
     masks = []
     for device in ("cpu", "cuda"):
         keys = module_keys(token_keys(1 << 40, documents.to(device), positions.to(device)), 7)
-        masks.append(keep_mask(keys, 515, 0.3, torch.float32).cpu())
+        masks.append(keep_mask(keys, mixed32(torch.arange(515, device=device)), 0.3, torch.float32).cpu())
     assert torch.equal(*masks)
 
 
@@ -49,4 +53,17 @@ def test_compiled_layers_drop_the_same():
             found += [out.detach(), x.grad]
         results.append(found)
     for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_triton_drops_the_attention_weights_that_the_reference_drops_on_the_cpu():
+    lengths, draw = (300, 41, 513), torch.Generator().manual_seed(2)
+    q, k, v, dout = (torch.randn(sum(lengths), heads, 64, generator=draw) for heads in (4, 2, 2, 4))
+    found = []
+    for device, kernel in (("cpu", Reference()), ("cuda", TritonSegments())):
+        leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
+        context = bind_single_rank(lengths, device=device, dropout_seed=3)
+        out = attention(*leaves, context, dropout=0.3, layer=5, kernels=kernel)
+        found.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, leaves, dout.to(device)))])
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -75,6 +75,12 @@ def test_zones_and_routes_are_the_truth(ranks, case, strict):
     assert_true(ranks, case, torch.float64, 1e-10, kernels=Reference(), strict=strict)
 
 
+@HALF
+@given(case=cases() | cases_of_many_groups() | cases_of_zones(), p=st.sampled_from((0.1, 0.5, 0.9)))
+def test_dropout_is_the_truth_of_an_explicit_mask(ranks, case, p):
+    assert_true(ranks, replace(case, dropout=p), torch.float64, 1e-10, kernels=Reference())
+
+
 @FEW
 @given(case=cases_of_zones())
 def test_routes_and_overlap_change_no_bit(ranks, case):

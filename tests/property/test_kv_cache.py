@@ -48,6 +48,17 @@ def test_pieces_are_the_truth_under_every_checkpoint(ranks, case, strict):
 
 
 @FEW
+@given(case=pieces_cases(), p=st.sampled_from((0.1, 0.5)))
+def test_pieces_drop_the_weights_of_whole_documents(ranks, case, p):
+    if case.whole.tensor > 1:
+        return
+    case = replace(case, whole=replace(case.whole, dropout=p))
+    inputs = case.inputs(torch.float64)
+    for number, layer in enumerate(run(ranks, attend_pieces, case, inputs, Reference())):
+        assert worst(layer, case.truth(inputs[number], number)) < 1e-9
+
+
+@FEW
 @given(case=pieces_cases())
 def test_evaluation_needs_no_backward(ranks, case):
     inputs = case.inputs(torch.float64)

@@ -53,9 +53,13 @@ def run(ranks, case, shape, inputs, *, kernels=None):
 
 
 @settings(max_examples=max(1, settings().max_examples // 2))
-@given(drawn_case=latent_cases(), dtype=st.sampled_from([torch.float64, torch.float32]))
-def test_the_engine_is_one_process(ranks, drawn_case, dtype):
-    case, shape = drawn_case
+@given(
+    drawn_case=latent_cases(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    dropout=st.sampled_from([0.0, 0.0, 0.3]),
+)
+def test_the_engine_is_one_process(ranks, drawn_case, dtype, dropout):
+    case, shape = replace(drawn_case[0], dropout=dropout), drawn_case[1]
     inputs = LatentInputs.of(case, shape, dtype)
     found, wanted = run(ranks, case, shape, inputs, kernels=Reference()), truth(case, shape, inputs)
     tolerance = 1e-10 if dtype == torch.float64 else 2e-4

@@ -1,8 +1,10 @@
 """Hugging Face models on any ulysses x ring: logits and gradients of plain transformers, document by document."""
 
 import copy
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from seqloom.layout import Layout, Span
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import summed_loss
 from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
-from support.dropout import expected_mask
+from support.dropout import expected_mask, expected_weights
 from support.model_steps import assert_near, run_step, steps, summed
 from support.tiny_models import (
     MODELS,
@@ -185,11 +187,11 @@ def lora_with_dropout():
     return model
 
 
-def gpt2_with_dropout():
+def gpt2_with_dropout(attn_pdrop=0.0, resid_pdrop=0.4):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
-    config = GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.4)
+    config = GPT2Config(**sizes, attn_pdrop=attn_pdrop, embd_pdrop=0.0, resid_pdrop=resid_pdrop)
     return randomised(GPT2LMHeadModel(config), 0).double().train()
 
 
@@ -217,6 +219,50 @@ def test_dropout_does_not_depend_on_the_plan(build, case, seed, keep, by_logits,
         keep = None
     found = spread(model, ids, groups, by_logits=by_logits, keep=keep, linear=linear, seed=seed)
     assert_equal(found, wanted, 1e-9)
+
+
+@contextmanager
+def expected_attention_dropout(model, seed):
+    """Have eager attention of plain transformers drop what it should, given one document after the other."""
+    calls, layers = count(), model.config.num_hidden_layers
+
+    def drop(weights, p, training, inplace=False):
+        if not p:  # other dropout of the model
+            return weights
+        document, layer = divmod(next(calls), layers)
+        places = np.arange(weights.shape[-1])
+        keep = expected_weights(seed, document, places, places, layer, weights.shape[1], p)
+        return weights * torch.from_numpy(keep).to(weights.dtype) if training else weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", drop)
+        patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: x.softmax(dim))  # theirs is float32
+        yield
+    assert bool(next(calls)) == model.training
+
+
+@pytest.mark.parametrize(
+    "build",
+    [partial(tiny_model, "llama", attention_dropout=0.3), partial(gpt2_with_dropout, attn_pdrop=0.3, resid_pdrop=0.0)],
+    ids=["llama", "gpt2"],
+)
+@settings(max_examples=12)
+@given(
+    case=works(),
+    seed=st.integers(0, 2**40),
+    keep=st.sampled_from([None, "transformers", Checkpoint.SELECTIVE, Checkpoint.FULL]),
+    training=st.booleans(),
+)
+def test_dropout_of_attention_weights_does_not_depend_on_the_plan(build, case, seed, keep, training):
+    lengths, groups = case
+    model, ids = build().train(training), documents(lengths)
+    plain = copy.deepcopy(model)
+    with expected_attention_dropout(plain, seed):
+        wanted = one_by_one(plain, ids, eager=True), gradients(plain)
+    if keep == "transformers":
+        model.gradient_checkpointing_enable()
+        keep = None
+    assert_equal(spread(model, ids, groups, keep=keep, seed=seed), wanted, 1e-9)
 
 
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 12}

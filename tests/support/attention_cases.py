@@ -23,8 +23,10 @@ from seqloom.dist import Context, all_gather_rows, attention_context, bind, redu
 from seqloom.dist.transport import Transport
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
+from support.dropout import expected_weights
 from support.oracle import Truth, attention_truth, difference
 
+DROPOUT_SEED = 2**40 + 77
 AXES = (0, 1, 0, 0, 0)
 """Along which axis of out, lse, dq, dk and dv the tokens lie."""
 
@@ -50,6 +52,7 @@ class Case:
         causal, window, scale, softcap, attention_chunk: see `attention`.
         sinks: of every head; none: there are none.
         node_size, tensor: see `bind`.
+        dropout: of attention weights.
     """
 
     lengths: tuple[int, ...]
@@ -66,6 +69,7 @@ class Case:
     softcap: float | None = None
     sinks: tuple[float, ...] = ()
     attention_chunk: int | None = None
+    dropout: float = 0.0
 
     @classmethod
     def one_group(
@@ -108,11 +112,25 @@ class Case:
         )
         return Inputs(*found)
 
-    def truth(self, inputs: Inputs, sinks: torch.Tensor | None = None) -> Truth:
-        """What one process computes in float64; a leaf with sinks gets its gradient."""
+    def truth(self, inputs: Inputs, sinks: torch.Tensor | None = None, layer: int = 0) -> Truth:
+        """What one process computes in float64; a leaf with sinks gets its gradient. Layers drop different weights."""
         q, k, v, dout = (x.cpu() for x in inputs)
         sinks = self.sink_leaf(q) if sinks is None else sinks
-        return attention_truth(q, k, v, dout, self.lengths, causal=self.causal, **self.options, sinks=sinks)
+        options = {"causal": self.causal, **self.options, "sinks": sinks, "keep": self.keep_masks(layer)}
+        return attention_truth(q, k, v, dout, self.lengths, **options)
+
+    def keep_masks(self, layer: int = 0) -> list[torch.Tensor] | None:
+        """What the attention weights of every document are multiplied with in a layer; None: nothing is dropped."""
+        if not self.dropout:
+            return None
+        drop = (layer, self.heads, self.dropout)
+        places = [(document, np.arange(length), np.arange(length)) for document, length in enumerate(self.lengths)]
+        return [torch.from_numpy(expected_weights(DROPOUT_SEED, *place, *drop)) for place in places]
+
+    @property
+    def dropout_seed(self) -> int | None:
+        """What is bound for dropout."""
+        return DROPOUT_SEED if self.dropout else None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -174,12 +192,13 @@ def attend(
     if device is not None:
         inputs = Inputs(*(x.to(device) for x in inputs))
     family = GroupFamily.cached(case.world, case.world)
-    places = {"node_size": case.node_size, "tensor": case.tensor}
+    places = {"node_size": case.node_size, "tensor": case.tensor, "dropout_seed": case.dropout_seed}
     context = bind(case.work, transport, device=inputs.q.device, family=family, **places)
     rows = rows_of_pack(case, context)
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])
     sinks = case.sink_leaf(q)
     options = {"causal": case.causal, **case.options, "sinks": sinks, "kernels": kernels}
+    options |= {"dropout": case.dropout, "layer": 0}
     out, lse = attend_in_teams(q, k, v, context, case.tensor, **options)
     leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
     gradients = [x.detach().cpu() for x in torch.autograd.grad(out, leaves, inputs.dout[rows])]

@@ -80,14 +80,15 @@ class PiecesCase:
         """Draw what every layer is given."""
         return [self.whole.inputs(dtype, seed=layer, device=device) for layer in range(self.layers)]
 
-    def truth(self, inputs: Inputs) -> Truth:
+    def truth(self, inputs: Inputs, layer: int = 0) -> Truth:
         """What one process computes of whole documents, in float64."""
-        return self.whole.truth(inputs)
+        return self.whole.truth(inputs, layer=layer)
 
     def bind(self, transport: Transport, kv_cache: KVCache, device: torch.device | str = "cpu") -> list[Context]:
         """Bind all rounds to one KV cache."""
         options: dict[str, Any] = {"device": device, "pieces": self.pieces, "kv_cache": kv_cache}
         options |= {"node_size": self.whole.node_size, "tensor": self.whole.tensor}
+        options |= {"dropout_seed": self.whole.dropout_seed}
         return [bind(StageMicroBatch(groups, self.checkpoint), transport, **options) for groups in self.rounds]
 
     def rows(self, context: Context) -> torch.Tensor:
@@ -154,7 +155,7 @@ def _forward(
     q, k, v = given = tuple(x[rows].requires_grad_() for x in inputs[:3])
     sinks = whole.sink_leaf(q)
     given += () if sinks is None else (sinks,)
-    mask = {**whole.options, "sinks": sinks, "kernels": kernels, "layer": layer}
+    mask = {**whole.options, "sinks": sinks, "kernels": kernels, "layer": layer, "dropout": whole.dropout}
 
     def body(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         return attend_in_teams(q * 1, k * 1, v * 1, context, case.whole.tensor, **mask)

@@ -56,7 +56,7 @@ def truth(case: Case, shape: LatentShape, inputs: LatentInputs) -> LatentTruth:
     k = torch.cat([k, rows[:, None, shape.latent :].expand(-1, case.heads, -1)], dim=2)
     options = case.options | {"scale": case.scale or q.shape[2] ** -0.5}
     wide = [torch.nn.functional.pad(x, (0, shape.head - x.shape[2])).detach() for x in (q, k, v, dout)]
-    found = attention_truth(*wide, case.lengths, causal=case.causal, **options, sinks=None)
+    found = attention_truth(*wide, case.lengths, causal=case.causal, **options, sinks=None, keep=case.keep_masks())
     torch.autograd.backward([k, v], [found.dk[..., : k.shape[2]], found.dv[..., : v.shape[2]]])
     return LatentTruth(found.out[..., : shape.values], found.dq[..., : q.shape[2]], rows.grad, weight.grad)
 
@@ -67,10 +67,12 @@ def attend_latents(
     """Run one rank's share, forward and backward; return where its tokens are in the pack, and what it found."""
     q, rows, weight, dout = inputs
     family = GroupFamily.cached(case.world, case.world)
-    context = bind(case.work, transport, device=q.device, family=family, node_size=case.node_size)
+    places = {"node_size": case.node_size, "dropout_seed": case.dropout_seed}
+    context = bind(case.work, transport, device=q.device, family=family, **places)
     place = rows_of_pack(case, context)
     q, rows, weight = q[place].requires_grad_(), rows[place].requires_grad_(), weight.clone().requires_grad_()
-    out = latent_attention(q, rows, weight, shape, context, causal=case.causal, **case.options, kernels=kernels)
+    options = {**case.options, "causal": case.causal, "dropout": case.dropout, "layer": 0}
+    out = latent_attention(q, rows, weight, shape, context, **options, kernels=kernels)
     found = out.detach(), *torch.autograd.grad(out, (q, rows, weight), dout[place])
     return place.cpu(), LatentTruth(*(x.cpu() for x in found))
 

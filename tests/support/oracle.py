@@ -37,6 +37,7 @@ def attention_truth(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     attention_chunk: int | None = None,
+    keep: Sequence[torch.Tensor] | None = None,
 ) -> Truth:
     """Return output, log-sum-exp and gradients for documents of these lengths, packed one after the other.
 
@@ -50,13 +51,15 @@ def attention_truth(
         softcap: logits are c * tanh(logits / c).
         sinks: [heads], logits of a key without a value; a leaf of these gets its gradient in `grad`.
         attention_chunk: tokens see each other in chunks of so many.
+        keep: of every document, what its weights are multiplied with (dropout), [heads, queries, keys].
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     sink = None if sinks is None else sinks.double()
     shared = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5 if scale is None else scale
     outs, sums = [], []
-    for queries, keys, values in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
+    kept = [1.0] * len(lengths) if keep is None else keep
+    for queries, keys, values, factor in zip(*(x.split(list(lengths)) for x in (q, k, v)), kept, strict=True):
         keys, values = (x.repeat_interleave(shared, dim=1) for x in (keys, values))
         logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
         if softcap is not None:
@@ -64,7 +67,7 @@ def attention_truth(
         logits = logits.masked_fill(~visible(len(queries), causal, window, attention_chunk), -torch.inf)
         if sink is not None:  # a last key for every query, whose weight goes nowhere
             logits = torch.cat([logits, sink[:, None, None].expand(-1, len(queries), 1)], dim=-1)
-        weights = torch.softmax(logits, dim=-1)[..., : len(queries)]
+        weights = torch.softmax(logits, dim=-1)[..., : len(queries)] * factor
         outs.append(torch.einsum("hqk,khd->qhd", weights, values))
         sums.append(torch.logsumexp(logits, dim=-1))
     out, lse = torch.cat(outs), torch.cat(sums, dim=1)

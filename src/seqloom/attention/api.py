@@ -70,13 +70,15 @@ def attention(
         window: tokens it sees at most, itself included.
         scale: softmax scale, by which logits are multiplied; None: dim ** -0.5.
         kernels: computes attention; None: the best of this device.
-        dropout: only 0: the result must not depend on the plan.
+        dropout: share of the attention weights that is dropped: which ones follows from the seed of the context, the
+            layer and what a weight is between (`attention.dropout`), under every plan. Needs `layer`, and a kernel that
+            drops. A context without a seed drops nothing, and is refused where a backward would follow.
         softcap: c of c * tanh(logits / c), which stands in the place of logits; None: no cap.
         sinks: [heads], learnt logits of a key that every token sees and that has no value; None: none.
         attention_chunk: tokens see each other only inside chunks of so many, counted from the first of their document
             (chunked attention, Llama 4); None: in the whole document.
         layer: number of the layer in the model, another one for every attention of it; needed where a document is in
-            pieces, whose keys are cached by layer.
+            pieces, whose keys are cached by layer, and with dropout.
 
     Returns:
         [tokens, heads, dim of v].
@@ -159,6 +161,7 @@ def attention_with_lse(
     window: int | None = None,
     scale: float | None = None,
     kernels: Kernel | None = None,
+    dropout: float = 0.0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     attention_chunk: int | None = None,
@@ -170,7 +173,7 @@ def attention_with_lse(
     """
     if sinks is not None:
         check_sinks(sinks, q)
-    options = AttentionOptions(causal, window, scale, kernels, softcap=softcap, attention_chunk=attention_chunk)
+    options = AttentionOptions(causal, window, scale, kernels, dropout, softcap, attention_chunk)
     return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), True, sinks)
 
 

@@ -26,6 +26,7 @@ from seqloom.attention.context_parallel.overlap import (
 from seqloom.attention.context_parallel.ring import Ring, RingKeys
 from seqloom.attention.context_parallel.routed import ProxyRank, RoutedExchanges, gather_moves, ring_moves
 from seqloom.attention.context_parallel.ulysses import HeadSplit, UlyssesExchange
+from seqloom.attention.dropout import HeadDropout
 from seqloom.attention.kernels.interface import (
     DTYPES,
     AttentionShape,
@@ -154,7 +155,9 @@ def plan_attention(
     _check_tensors(q, q if latent else k, q if latent else v, context)
     _, heads, dim = q.shape
     kv_heads, row = (heads, k.shape[2]) if latent else (k.shape[1], 0)
-    groups = _group_attentions(context, heads, kv_heads, dim, q.dtype, options, row)
+    if options.dropout:
+        options = _keyed_dropout(context, options, layer)
+    groups = _group_attentions(context, heads, kv_heads, dim, q.dtype, options, row, layer if options.dropout else None)
     if not context.pieces:
         return groups
     if layer is None:
@@ -176,8 +179,12 @@ def _group_attentions(
     dtype: torch.dtype,
     options: AttentionOptions,
     latent: int = 0,
+    layer: int | None = None,
 ) -> tuple[GroupAttention, ...]:
-    """Return the rank's groups for tensors of these sizes, from the context or built now."""
+    """Return the rank's groups for tensors of these sizes, from the context or built now.
+
+    With dropout they are built for every layer, since each drops other weights.
+    """
     scale = dim**-0.5 if options.scale is None else options.scale  # the default, spelt out or not, is one plan
 
     def build() -> tuple[GroupAttention, ...]:
@@ -185,16 +192,21 @@ def _group_attentions(
         kernel = _default_kernel(context.device) if options.kernels is None else options.kernels
         model = AttentionShape(heads, kv_heads, dim, dtype, context.device, scale, options.softcap)
         window, chunk = (None if x is None else index(x) for x in (options.window, options.attention_chunk))
-        builder = _Builder(context, model, kernel, options.causal, window, chunk, latent)
-        return schedule_overlap(builder.groups(), LocalHeads(model), kernel, builder.mask, context.node_size)
+        dropout = None
+        if layer is not None and context.dropout_seed is not None:
+            dropout = HeadDropout(options.dropout, context.dropout_seed, layer)
+        builder = _Builder(context, model, kernel, options.causal, window, chunk, latent, dropout)
+        local = LocalHeads(model, dropout=dropout)
+        return schedule_overlap(builder.groups(), local, kernel, builder.mask, context.node_size)
 
-    return context.cached((heads, kv_heads, dim, dtype, scale, *options[:2], *options[3:], latent), build)
+    return context.cached((heads, kv_heads, dim, dtype, scale, *options[:2], *options[3:], latent, layer), build)
 
 
 class _Builder(NamedTuple):
     """Builds the attention of a rank's groups in one round.
 
-    `model` has the heads of the whole model, `latent` is the width of a row of latents, 0 where none come.
+    `model` has the heads of the whole model, `latent` is the width of a row of latents, 0 where none come; `dropout` is
+    that of all heads.
     """
 
     context: Context
@@ -204,6 +216,7 @@ class _Builder(NamedTuple):
     window: int | None
     attention_chunk: int | None
     latent: int
+    dropout: HeadDropout | None
 
     @property
     def mask(self) -> dict[str, Any]:
@@ -232,7 +245,8 @@ class _Builder(NamedTuple):
         split, latent = self._split(group), self._has_latents(group)
         heads, kv_heads = split.counts(bound.ulysses_index)
         shape = replace(self.model, heads=heads, kv_heads=heads if latent else kv_heads)
-        local = LocalHeads(shape, None if latent else split.kv_index(bound.ulysses_index))
+        dropout = None if self.dropout is None else self.dropout.from_head(split.query[bound.ulysses_index][0])
+        local = LocalHeads(shape, None if latent else split.kv_index(bound.ulysses_index), dropout)
         exchange = UlyssesExchange(context.transport, bound, split) if group.ulysses > 1 else None
         inner = (
             PrefixAttention.of(context, bound, local, self.kernel, self.window, self.attention_chunk)
@@ -261,7 +275,9 @@ class _Builder(NamedTuple):
     def _inner(self, bound: BoundGroup, heads: LocalHeads) -> PreparedAttention | ContextParallelAttention:
         context, group, index = self.context, bound.group, bound.ring_index
         if group.ring == 1:
-            return prepare(self.kernel, Segments.packed([span.tokens for span in bound.spans], **self.mask), heads)
+            segments = Segments.packed([span.tokens for span in bound.spans], **self.mask)
+            tokens = heads.tokens(bound.spans)
+            return prepare(self.kernel, segments, heads, tokens, tokens)
         routed = self._routed(group)
         if self._gathers(group):
             return Gather.of(context.transport, bound, heads, self.kernel, routed, **self.mask)
@@ -345,6 +361,24 @@ def _check_call(context: Context, heads: int, kv_heads: int, options: AttentionO
     _check_options(options)
 
 
+def _keyed_dropout(context: Context, options: AttentionOptions, layer: int | None) -> AttentionOptions:
+    """Return the options of a call with dropout; without it where nothing is dropped. Refuse what has no keys."""
+    if context.dropout_seed is None and torch.is_grad_enabled():
+        raise SeqloomError(
+            f"dropout {options.dropout} of attention weights in a context without a seed: every step drops others; "
+            "bind the step's rounds with a number of its own, bind(..., dropout_seed=step), without tensor "
+            "parallelism, or call model.eval()"
+        )
+    if context.dropout_seed is None:
+        return options._replace(dropout=0.0)
+    if layer is None:
+        raise SeqloomError(
+            f"dropout {options.dropout} of attention weights, called without a layer: which are dropped follows from "
+            "it; call attention(..., layer=number of the layer in the model), or use 0"
+        )
+    return options
+
+
 def check_pieces(context: Context, group: Group, options: AttentionOptions) -> None:
     """Refuse documents whose other pieces cannot be reached."""
     for document, start, _ in group.spans:
@@ -388,10 +422,10 @@ def _check_options(options: AttentionOptions) -> None:
         )
     if scale is not None and not 0 < scale < math.inf:
         raise SeqloomError(f"scale {scale}: logits are multiplied by it; give a positive number or None")
-    if options.dropout:
+    if not 0 <= options.dropout < 1:
         raise SeqloomError(
-            f"dropout {options.dropout} in attention: which weights are dropped would depend on the plan; use 0, "
-            "or dropout outside attention"
+            f"dropout {options.dropout} of attention weights: it is the share that is dropped; give a number from 0 to "
+            "below 1"
         )
     if options.softcap is not None and not 0 < options.softcap < math.inf:
         raise SeqloomError(

@@ -16,18 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from seqloom.attention.dropout import HeadDropout, Tokens
 from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved, device_rows
 from seqloom.attention.latent import HeadExpansion
 from seqloom.attention.masks import Segments, attention_chunks
 from seqloom.attention.merge import GradientAccumulator, MergeOps, PartialOutput, sum_dtype
+from seqloom.dist.rank_tokens import rows_of_spans
 from seqloom.dist.rows import RowIndex, expand_runs, on_device
 from seqloom.errors import SeqloomError
+from seqloom.layout import Span
 from seqloom.plan import Group
 
 
@@ -160,12 +163,14 @@ class GatherSchedule(NamedTuple):
         counts: rows that arrive from every index, the own ones too.
         order: int64[sum of counts], sorts the received rows by document and position; None when they are sorted.
         tiles: over the own queries and the sorted keys.
+        key_spans: of the sorted keys; their documents are numbered anew.
     """
 
     sends: tuple[RowIndex, ...]
     counts: tuple[int, ...]
     order: torch.Tensor | None
     tiles: tuple[Tile, ...]
+    key_spans: tuple[Span, ...]
 
 
 def gather_schedule(
@@ -185,7 +190,8 @@ def gather_schedule(
     if not np.array_equal(sort, np.arange(len(sort))):
         order = on_device(expand_runs(arrived[sort], length[sort]), device)
     counts = tuple(int(part[3].sum()) for part in parts)
-    return GatherSchedule(tuple(sends), counts, order, _gather_tiles(own, causal, window))
+    runs = zip(document[sort].tolist(), position[sort].tolist(), (position + length)[sort].tolist(), strict=True)
+    return GatherSchedule(tuple(sends), counts, order, _gather_tiles(own, causal, window), tuple(starmap(Span, runs)))
 
 
 def visible_runs(
@@ -275,10 +281,16 @@ class LocalHeads:
     Attributes:
         shape: with `kv_heads` as they lie in memory.
         kv_index: int[heads], the kv head of every query head, ascending, when they share them unequally; else None.
+        dropout: of their attention weights; None: none.
     """
 
     shape: AttentionShape
     kv_index: tuple[int, ...] | None = None
+    dropout: HeadDropout | None = None
+
+    def tokens(self, spans: Sequence[Span]) -> Tokens | None:
+        """Return which tokens the rows of spans are, where dropout asks for it."""
+        return None if self.dropout is None else rows_of_spans(spans, self.shape.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -299,9 +311,16 @@ class PreparedTile:
         return self.prepared.backward(dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows]))
 
 
-def prepare(kernel: Kernel, segments: Segments, heads: LocalHeads) -> PreparedAttention:
-    """Have a kernel prepare segments; refuse those it does not support."""
+def prepare(
+    kernel: Kernel, segments: Segments, heads: LocalHeads, queries: Tokens | None, keys: Tokens | None
+) -> PreparedAttention:
+    """Have a kernel prepare segments; refuse those it does not support.
+
+    `queries` and `keys` are the tokens of the buffers' rows, see `LocalHeads.tokens`.
+    """
     shape, kv_index = heads.shape, heads.kv_index
+    if heads.dropout is not None and queries is not None and keys is not None:
+        shape = replace(shape, dropout=heads.dropout.of_rows(queries, keys))
     if kv_index is not None:
         shape = replace(shape, kv_heads=shape.heads)
     unsupported = kernel.capabilities.unsupported(segments, shape)
@@ -315,9 +334,20 @@ def prepare(kernel: Kernel, segments: Segments, heads: LocalHeads) -> PreparedAt
     return RepeatedKV(prepared, index, tuple(pairwise(edges)))
 
 
-def prepare_tiles(kernel: Kernel, tiles: Iterable[Tile], heads: LocalHeads) -> tuple[PreparedTile, ...]:
-    """Have a kernel prepare tiles; see `prepare`."""
-    return tuple(PreparedTile(prepare(kernel, tile.segments, heads), tile.queries, tile.keys) for tile in tiles)
+def prepare_tiles(
+    kernel: Kernel, tiles: Iterable[Tile], heads: LocalHeads, queries: Tokens | None, keys: Tokens | None
+) -> tuple[PreparedTile, ...]:
+    """Have a kernel prepare tiles of two buffers; see `prepare`."""
+
+    def prepared(tile: Tile) -> PreparedAttention:
+        own = (_rows_of(queries, tile.queries), _rows_of(keys, tile.keys))
+        return prepare(kernel, tile.segments, heads, *own)
+
+    return tuple(PreparedTile(prepared(tile), tile.queries, tile.keys) for tile in tiles)
+
+
+def _rows_of(tokens: Tokens | None, rows: slice) -> Tokens | None:
+    return None if tokens is None else (tokens[0][rows], tokens[1][rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -79,9 +79,9 @@ def _run_compiled(
     body: Callable[..., Any], layer: nn.Module, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     number: Any = None
-    if context.pieces:  # the number of the layer in the model, as its attention knows it
+    if context.pieces or context.dropout_seed is not None:  # of the layer in the model, as its attention knows it
         number = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)
-    call = LayerCall(context, number)
+    call = LayerCall(context, number, torch.is_grad_enabled())
     if DROPOUT in LayerWrapper.of(layer).scopes:
         hide_keys(layer, opaque_handle)
     return body(
@@ -115,6 +115,7 @@ class LayerCall(NamedTuple):
 
     context: Context
     layer: int | None
+    with_gradients: bool  # inside an operator torch does not say
 
 
 class _Handle(bytearray):
@@ -241,11 +242,12 @@ def _forward(
     On a rank without tokens one row may come nevertheless, for models that cannot be called with none; nobody sees it.
     """
     held, given = handle_object(context), len(q)
-    bound, layer = held if isinstance(held, LayerCall) else (held, None)
+    bound, layer, with_gradients = held if isinstance(held, LayerCall) else (held, None, True)
     rows = given if given != 1 else min(bound.tokens, 1)
     q, k, v = (x[:rows] for x in (q, k, v))
     options = AttentionOptions(causal, window, scale, None, dropout, softcap, attention_chunk)
-    groups = plan_attention(q, k, v, bound, options, layer)
+    with torch.set_grad_enabled(with_gradients):
+        groups = plan_attention(q, k, v, bound, options, layer)
     out, _, saved = attention_forward(q, k, v, bound, groups, sinks=sinks)
     return _own_memory(out, given), opaque_handle(_SavedCall.of(rows, groups, saved, bound.attention_redistribute))
 

@@ -7,7 +7,8 @@ A counter-based generator has no state. The random number of an element is a has
     feature                                                      `keep_mask`
 
 so that a token has the same mask on any rank, in any round or piece, and when its layer runs again for its backward.
-Layers get the context, their dropout modules do not: `LayerWrapper` gives them the keys of the call's tokens.
+`attention.dropout` has the hash, and drops attention weights by it. Layers get the context, their dropout modules do
+not: `LayerWrapper` gives them the keys of the call's tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqloom.attention.dropout import keep_mask, mixed32, module_keys, token_keys
 from seqloom.dist import Context
 from seqloom.dist.rank_tokens import rows_of_spans
 from seqloom.errors import SeqloomError
 from seqloom.models.layer_wrapper import DROPOUT, LayerWrapper
 from seqloom.plan import Remap
-
-BITS = 32
-LOW = (1 << BITS) - 1
-BLOCK = 1 << 22
-"""Elements whose random numbers exist at once, outside of compiled layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +98,8 @@ def _planned_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         )
     else:
         return x
-    return x * keep_mask(keys, x.shape[-1], module.p, x.dtype).view(x.shape)
+    features = mixed32(torch.arange(x.shape[-1], device=x.device))
+    return x * keep_mask(keys, features, module.p, x.dtype).view(x.shape)
 
 
 def hide_keys(layer: nn.Module, opaque_handle: Callable[[object], torch.Tensor]) -> None:
@@ -138,56 +136,3 @@ def _module_keys(context: Context, number: int, in_mlp: bool) -> torch.Tensor | 
         return token_keys(seed, documents, positions)
 
     return module_keys(context.cached(("dropout", moved), build), number)
-
-
-# -- random numbers ---------------------------------------------------------------------------------------------------
-# Products wrap around at 64 bits, as unsigned ones do: torch has no shift of unsigned numbers.
-
-GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""Constants of SplitMix64, as signed numbers."""
-SEEDS = (1 << 63) - 1
-"""Bits of a seed that count."""
-
-
-def token_keys(seed: int, documents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return a random number for every token of a step, int64[tokens]."""
-    keys = _mixed64(torch.full_like(documents, seed & SEEDS))
-    for each in (documents, positions):
-        keys = _mixed64(keys + GOLDEN * (each + 1))
-    return keys
-
-
-def module_keys(keys: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the keys of one dropout module for the tokens with these keys, int64[tokens]."""
-    return _mixed64(keys + GOLDEN * torch.full((), number + 1, dtype=torch.int64, device=keys.device))
-
-
-def keep_mask(keys: torch.Tensor, features: int, p: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 for what is dropped, with probability `p`, and 1 / (1 - p) for what is kept, [tokens, features]."""
-    scale = 1 / (1 - p) if p < 1 else 0.0
-    numbers = _mixed32(torch.arange(features, device=keys.device))
-    if torch.compiler.is_compiling():
-        return _kept(keys, numbers, p).to(dtype) * scale
-    with torch.no_grad():
-        blocks = keys.split(max(1, BLOCK // max(features, 1)))
-        return torch.cat([_kept(each, numbers, p) for each in blocks]).to(dtype) * scale
-
-
-def _kept(keys: torch.Tensor, numbers: torch.Tensor, p: float) -> torch.Tensor:
-    low, high = (keys & LOW)[:, None], ((keys >> BITS) & LOW)[:, None]
-    drawn = _mixed32((_mixed32(low ^ numbers) + high) & LOW)
-    return drawn >= round(p * (1 << BITS))
-
-
-def _mixed64(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's last step."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * FIRST
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * SECOND
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _mixed32(x: torch.Tensor) -> torch.Tensor:
-    """Mix 32 bits, which int64 holds, so that each depends on all."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW
-    return x ^ (x >> 16)

@@ -73,7 +73,7 @@ def test_without_nodes_all_rings_are_filled_and_without_a_ring_local_work_is_one
 
 
 def test_a_gpu_is_not_given_less_than_fills_it():
-    documents = [overlap._Document(0, k * 1024, (k + 1) * 1024) for k in range(16)]
+    documents = [overlap._Document(0, k * 1024, (k + 1) * 1024, Span(k, 0, 1024)) for k in range(16)]
     waits = [overlap._Exchange(1, k, size) for k, size in enumerate((1, 30, 0, 30, 60))]
     few = overlap._assign_exchanges(documents, waits, 32, 2**17, {"causal": True, "window": None})
     assert [wait.number for wait in few] == [1] * 4 + [3] * 4 + [4] * 8

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.dist.rank_tokens import bind
+from seqloom.attention.kernels.cpu import CpuFlash
+from seqloom.dist.rank_tokens import bind, bind_single_rank
 from seqloom.dist.thread_transport import run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -39,7 +40,19 @@ def with_options(**options):
 
 
 def test_dropout():
-    assert_refused(with_options(dropout=0.1), "dropout 0.1", "depend on the plan", "use 0")
+    assert_refused(with_options(dropout=0.1), "dropout 0.1", "without a seed", "dropout_seed=step")
+    keyed = bind_single_rank([3], dropout_seed=1)
+    for options, words in (
+        ({"dropout": 0.1}, r"dropout 0\.1 .*without a layer.*layer=number"),
+        ({"dropout": 1.0, "layer": 0}, r"dropout 1\.0 .*from 0 to below 1"),
+        ({"dropout": -0.1, "layer": 0}, r"dropout -0\.1 "),
+        ({"dropout": 0.1, "layer": 0, "kernels": CpuFlash()}, r"cpu_flash: dropout 0\.1 .*it drops none"),
+    ):
+        with pytest.raises(SeqloomError, match=words):
+            attention(*tensors(), keyed, **options)
+    with torch.no_grad():  # evaluation: nothing is dropped
+        whole, one = bind_single_rank([3]), [torch.rand(each.shape) for each in tensors()]
+        assert torch.equal(attention(*one, whole, dropout=0.1), attention(*one, whole))
 
 
 @pytest.mark.parametrize("softcap", [0.0, -30.0, float("nan"), float("inf")])

@@ -215,8 +215,11 @@ def test_hugging_face_models_are_attached_without_weights(run, values, tmp_path)
     described.write_text(json.dumps(HF))
     assert run("check run.toml --json", *words).json["model"] == "hf"
     described.write_text(json.dumps({**HF, "attention_dropout": 0.1}))
+    assert run("check run.toml --json", *words).json["model"] == "hf"
+    gpt2 = {"model_type": "gpt2", "vocab_size": HF["vocab_size"], "n_embd": 16, "n_layer": 2, "n_head": 4}
+    described.write_text(json.dumps({**gpt2, "architectures": ["GPT2LMHeadModel"]}))  # dropout of embeddings
     result = run("check run.toml", *words)
-    assert result.code == 2 and "LlamaForCausalLM is refused" in result.err and "dropout" in result.err
+    assert result.code == 2 and "GPT2LMHeadModel is refused" in result.err and "dropout" in result.err
     described.write_text(json.dumps({**HF, "auto_map": {"AutoConfig": "code.Config"}, "model_type": "deepseek"}))
     result = run("check run.toml", *words)
     assert result.code == 2 and "cannot be loaded" in result.err and result.err.count("\n") == 1

@@ -33,9 +33,10 @@ def compiled(model):
     return own
 
 
-def round_of(lengths, checkpoint=Checkpoint.NONE):
+def round_of(lengths, checkpoint=Checkpoint.NONE, dropout_seed=None):
     spans = tuple(Span(document, 0, tokens) for document, tokens in enumerate(lengths))
-    return bind(StageMicroBatch((Group((0,), 1, 1, spans),), checkpoint), SingleRankTransport())
+    work = StageMicroBatch((Group((0,), 1, 1, spans),), checkpoint)
+    return bind(work, SingleRankTransport(), dropout_seed=dropout_seed)
 
 
 @pytest.mark.slow
@@ -97,3 +98,21 @@ def test_a_window_that_a_layer_keeps_to_itself_is_refused():
     ids = torch.cat(documents([5, 3]))
     with pytest.raises(SeqloomError, match="PhimoeAttention: the config says a sliding window of 3, but the layer"):
         own.hidden(ids, round_of([5, 3]))
+
+
+@pytest.mark.slow
+def test_attention_weights_are_dropped_as_without_a_compiler():
+    plain, model = (tiny_model("llama", attention_dropout=0.3) for _ in range(2))
+    own, alike = compiled(model), model_adapter(attach(plain))
+    for lengths, checkpoint in zip(([5, 3], [16], [9, 1, 20]), ("none", "selective", "full"), strict=True):
+        ids, seed = documents(lengths), len(lengths)
+        labels = torch.cat([targets(each) for each in ids])
+        plain.zero_grad(), model.zero_grad()
+        ModelWithLoss(alike)(torch.cat(ids), labels, round_of(lengths, dropout_seed=seed)).backward()
+        ModelWithLoss(own)(torch.cat(ids), labels, round_of(lengths, Checkpoint(checkpoint), seed)).backward()
+        for wanted, found in zip(gradients(plain).values(), gradients(model).values(), strict=True):
+            assert float((found - wanted).norm()) <= 1e-9 * float(wanted.norm()), (checkpoint, lengths)
+    with pytest.raises(SeqloomError, match=r"dropout 0\.3 of attention weights in a context without a seed"):
+        own.hidden(torch.cat(documents([5, 3])), round_of([5, 3]))
+    with torch.no_grad():  # evaluation
+        own.hidden(torch.cat(documents([5, 3])), round_of([5, 3]))

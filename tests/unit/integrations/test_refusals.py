@@ -62,6 +62,15 @@ def rope(kind, **keys):
     return {"rope_type": kind, "rope_theta": 1e4, **keys}
 
 
+def without_numbers(model=None, **keys):
+    """Return a model whose attention does not know the number of its layer."""
+    model = on_meta("LlamaForCausalLM", **SIZES, **keys) if model is None else model
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = None
+    return model
+
+
 JETMOE = {"kv_channels": 4, "activation_function": "silu", "aux_loss_coef": 0.1, "num_key_value_heads": 2}
 BLOOM = {"vocab_size": 29, "hidden_size": 16, "n_layer": 1, "n_head": 2}
 CTRL = {"vocab_size": 29, "n_embd": 16, "n_layer": 1, "n_head": 2, "dff": 16}
@@ -101,10 +110,7 @@ CASES = {
             rope_parameters=rope("longrope", short_factor=[1.0, 1.0], long_factor=[2.0, 2.0]),
         ),
     ],
-    "attention dropout": [
-        lambda: on_meta("LlamaForCausalLM", **SIZES, attention_dropout=0.1),
-        lambda: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "attn_pdrop": 0.1}),
-    ],
+    "attention dropout in layers without a number": [lambda: without_numbers(attention_dropout=0.1)],
     "dropout that is no module of a layer": [
         lambda: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "embd_pdrop": 0.1}),
         lambda: on_meta("OPTForCausalLM", **{**SIZES, "ffn_dim": 16, "dropout": 0.0, "layerdrop": 0.1}),
@@ -123,6 +129,7 @@ CASES = {
 }
 
 
+NUMBERS = "attention dropout in layers without a number"
 OTHER_DROPOUT = "dropout that is no module of a layer"
 
 
@@ -143,8 +150,7 @@ def test_a_model_that_has_it_is_refused_by_name_with_the_way_out(name, build):
 @pytest.mark.parametrize(
     ("name", "key", "build"),
     [
-        ("attention dropout", "attention_dropout", lambda **k: on_meta("LlamaForCausalLM", **SIZES, **k)),
-        ("attention dropout", "attn_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
+        (NUMBERS, "attention_dropout", lambda **k: without_numbers(**k)),
         (OTHER_DROPOUT, "embd_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
         (
             OTHER_DROPOUT,
@@ -200,17 +206,23 @@ def test_dropout_in_layers_is_not_refused():
 
 
 def test_all_reasons_are_listed_at_once():
-    model = tiny_model("mixtral", router_jitter_noise=0.02, attention_dropout=0.1)
+    model = without_numbers(tiny_model("mixtral", router_jitter_noise=0.02, attention_dropout=0.1))
     with pytest.raises(SeqloomError) as error:
         check(model)
     found = re.findall(r"^  - (.+?) \(", str(error.value), re.MULTILINE)
-    assert found == ["attention dropout", "router noise"]
+    assert found == [NUMBERS, "router noise"]
     assert "attention_dropout = 0.1" in str(error.value) and "jitter_noise = 0.02" in str(error.value)
 
 
 def test_a_dropout_that_is_off_counts_since_training_turns_it_on():
-    with pytest.raises(SeqloomError, match="attention dropout"):
-        check(tiny_model("llama", attention_dropout=0.1).eval())
+    with pytest.raises(SeqloomError, match=NUMBERS):
+        check(without_numbers(attention_dropout=0.1).eval())
+
+
+@pytest.mark.parametrize("key", ["attention_dropout", "attn_pdrop"])
+def test_dropout_of_attention_weights_is_not_refused(key):
+    gpt2 = key == "attn_pdrop"
+    check(on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, key: 0.1}) if gpt2 else tiny_model("llama", **{key: 0.1}))
 
 
 def test_a_model_of_another_library_is_refused():

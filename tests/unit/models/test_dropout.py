@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from seqloom.attention.dropout import keep_mask, mixed32, module_keys, token_keys
 from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.models.compile import compile_layers
-from seqloom.models.dropout import keep_mask, module_keys, plan_dropout, token_keys
+from seqloom.models.dropout import plan_dropout
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.plan import Checkpoint
 from support.dropout import expected_mask
@@ -28,14 +29,14 @@ torch.set_num_threads(1)
 def test_masks_are_those_of_unsigned_arithmetic(seed, tokens, number, p, features):
     documents, positions = torch.tensor(tokens).T
     keys = module_keys(token_keys(seed, documents, positions), number)
-    found = keep_mask(keys, features, p, torch.float64)
+    found = keep_mask(keys, mixed32(torch.arange(features)), p, torch.float64)
     wanted = expected_mask(seed, np.array(tokens)[:, 0], np.array(tokens)[:, 1], number, features, p)
     np.testing.assert_array_equal(found.numpy(), wanted)
 
 
 def kept(seed=0, number=0, rows=2_000, features=512, p=0.3):
     keys = module_keys(token_keys(seed, torch.zeros(rows, dtype=torch.int64), torch.arange(rows)), number)
-    return (keep_mask(keys, features, p, torch.float64) > 0).double()
+    return (keep_mask(keys, mixed32(torch.arange(features)), p, torch.float64) > 0).double()
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.5])

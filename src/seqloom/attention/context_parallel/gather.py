@@ -72,7 +72,8 @@ class Gather(ContextParallelAttention):
         chunks = [ZigzagChunks.of(group, other, attention_chunk) for other in range(group.ring)]
         schedule = gather_schedule(chunks, index, device, causal=causal, window=window)
         inverse_order = None if schedule.order is None else inverse_permutation(schedule.order)
-        tiles, ops = prepare_tiles(kernel, schedule.tiles, heads), merge_ops(device, heads.shape.dtype)
+        queries, keys = heads.tokens(bound.spans), heads.tokens(schedule.key_spans)
+        tiles, ops = prepare_tiles(kernel, schedule.tiles, heads, queries, keys), merge_ops(device, heads.shape.dtype)
         return cls(transport, bound.ring_ranks, index, schedule, inverse_order, tiles, ops, routed)
 
     def forward(

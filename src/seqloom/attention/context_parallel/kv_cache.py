@@ -380,7 +380,7 @@ def _prefix(
         if run.start < seen_until
     ]
     rows = sum(run.stop - run.start for run in queries)  # the first ones of the piece: rows are in order of position
-    steps = []
+    own, steps = heads.tokens(sorted(group.ring_spans(index))), []
     for step in range(group.ring):
         other = (index - step) % group.ring
         if window is not None:
@@ -390,7 +390,9 @@ def _prefix(
             tiles = [Tile(full, slice(piece.rows.start, piece.rows.start + rows), slice(0, counts[other]))]
         else:
             tiles = []
-        steps.append(prepare_tiles(kernel, tiles, heads))
+        held_keys = heads.tokens([span for each in pieces[: piece.number] for span in _chunks(group, other, each)])
+        seen = None if held_keys is None else (held_keys[0][first_rows[other] :], held_keys[1][first_rows[other] :])
+        steps.append(prepare_tiles(kernel, tiles, heads, own, seen))
     return first_rows[index], RingKeys(counts, tuple(steps))
 
 

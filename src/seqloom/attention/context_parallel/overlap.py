@@ -28,6 +28,7 @@ from seqloom.attention.latent import HeadExpansion
 from seqloom.attention.masks import Segments
 from seqloom.attention.tiles import LocalHeads, PreparedTile, prepare
 from seqloom.dist.rows import RowIndex
+from seqloom.layout import Span
 from seqloom.plan import Group
 
 MIN_ROWS_X_HEADS = 2**16
@@ -174,6 +175,7 @@ class _Document(NamedTuple):
     group: int
     start: int
     stop: int
+    span: Span
 
 
 def schedule_overlap(
@@ -211,8 +213,9 @@ def _local_documents(groups: Sequence[UnscheduledGroup]) -> list[_Document]:
     found = []
     for n, group in enumerate(groups):
         if group.inner is None:
-            ends = np.cumsum([0, *(span.tokens for span in sorted(group.group.spans))]).tolist()
-            found += [_Document(n, start, stop) for start, stop in pairwise(ends) if stop > start]
+            spans = sorted(group.group.spans)
+            edges = pairwise(np.cumsum([0, *(span.tokens for span in spans)]).tolist())
+            found += [_Document(n, *own, span) for own, span in zip(edges, spans, strict=True) if span.tokens]
     return found
 
 
@@ -258,5 +261,6 @@ def _prepare_runs(
         if exchange is not None:
             during = tasks.setdefault(exchange.group, {})
             during[exchange.number] = (*during.get(exchange.number, ()), OverlapTask(group, len(group_runs)))
-        group_runs.append(PreparedTile(prepare(kernel, segments, heads), rows, rows))
+        tokens = heads.tokens([document.span for document in own])
+        group_runs.append(PreparedTile(prepare(kernel, segments, heads, tokens, tokens), rows, rows))
     return runs, tasks

@@ -67,10 +67,11 @@ class RingKeys:
     ) -> RingKeys:
         """Return the keys of a group's tokens in this round, as ring index `index` computes with them."""
         chunks = [ZigzagChunks.of(group, other, attention_chunk) for other in range(group.ring)]
-        in_order = [chunks[(index - step) % group.ring] for step in range(group.ring)]
-        tiles = [ring_tiles(chunks[index], keys, causal=causal, window=window) for keys in in_order]
-        steps = tuple(prepare_tiles(kernel, step_tiles, heads) for step_tiles in tiles)
-        return cls(tuple(each.rows for each in chunks), steps)
+        queries, steps = heads.tokens(sorted(group.ring_spans(index))), []
+        for other in ((index - step) % group.ring for step in range(group.ring)):
+            tiles = ring_tiles(chunks[index], chunks[other], causal=causal, window=window)
+            steps.append(prepare_tiles(kernel, tiles, heads, queries, heads.tokens(sorted(group.ring_spans(other)))))
+        return cls(tuple(each.rows for each in chunks), tuple(steps))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -136,7 +136,9 @@ def _rows_first(x: torch.Tensor) -> torch.Tensor:
 class Reference:
     """Attention as textbooks write it, on any device: a dense softmax per segment, exact for every mask and dtype."""
 
-    capabilities = Capabilities(name="reference", devices=("cpu", "cuda"), dtypes=DTYPES, max_dim=2**16, softcap=True)
+    capabilities = Capabilities(
+        name="reference", devices=("cpu", "cuda"), dtypes=DTYPES, max_dim=2**16, softcap=True, dropout=True
+    )
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedReference:
         """Keep the segments; forward and backward build the masks."""
@@ -158,7 +160,7 @@ class PreparedReference:
             logits, _ = self._logits(self._by_kv_head(q[rows]), self._by_kv_head(k[keys]))
             logits = logits.masked_fill(~visible, -torch.inf)
             segment_lse = torch.logsumexp(logits, dim=-1)
-            weights = _softmax(logits, segment_lse, visible)
+            weights = _softmax(logits, segment_lse, visible) * self._keep_mask(rows, keys)
             out[rows] = (weights @ self._by_kv_head(v[keys])).flatten(0, 1).transpose(0, 1).to(out.dtype)
             lse[:, rows] = segment_lse.flatten(0, 1)
         return out, lse
@@ -173,11 +175,12 @@ class PreparedReference:
             logits, slope = self._logits(q, k)
             weights = _softmax(logits, segment_lse, visible)
             delta = (segment_dout * out).sum(dim=-1, keepdim=True)
-            dlogits = weights * (segment_dout @ v.mT - delta) * slope * self.shape.scale
+            kept = self._keep_mask(rows, keys)
+            dlogits = weights * (segment_dout @ v.mT * kept - delta) * slope * self.shape.scale
             dq[rows] = (dlogits @ k).flatten(0, 1).transpose(0, 1).to(dq.dtype)
             # The query heads that read one kv head add up.
             dk[keys] = (dlogits.mT @ q).sum(dim=1).transpose(0, 1).to(dk.dtype)
-            dv[keys] = (weights.mT @ segment_dout).sum(dim=1).transpose(0, 1).to(dv.dtype)
+            dv[keys] = ((weights * kept).mT @ segment_dout).sum(dim=1).transpose(0, 1).to(dv.dtype)
         return dq, dk, dv
 
     def _logits(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
@@ -187,6 +190,14 @@ class PreparedReference:
             return logits, 1.0
         squashed = torch.tanh(logits / cap)
         return cap * squashed, 1 - squashed**2
+
+    def _keep_mask(self, rows: slice, keys: slice) -> torch.Tensor | float:
+        """Return what weights are multiplied with, [kv_heads, heads per kv head, queries, keys]; 1: none is dropped."""
+        shape = self.shape
+        if shape.dropout is None:
+            return 1.0
+        mask = shape.dropout.mask(rows, keys, shape.heads, sum_dtype(shape.dtype))
+        return mask.unflatten(0, (shape.kv_heads, -1))
 
     def _dense_masks(self, device: torch.device) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Yield (query rows, key rows, visible bool[queries, keys]) of every segment."""

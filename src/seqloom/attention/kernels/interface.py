@@ -7,12 +7,13 @@ layer, forward and backward. `dispatch.py` decides which kernel runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from seqloom.attention.dropout import WeightDropout
 from seqloom.attention.masks import Segments
 from seqloom.dist.rows import on_device, slice_or_index
 
@@ -26,6 +27,7 @@ class AttentionShape:
         dim: width of a head.
         scale: softmax scale, by which logits are multiplied.
         softcap: c of c * tanh(logits / c), which stands in the place of logits; None: logits as they are.
+        dropout: weights that are dropped between the rows of the call; None: none.
     """
 
     heads: int
@@ -35,6 +37,7 @@ class AttentionShape:
     device: torch.device
     scale: float
     softcap: float | None = None
+    dropout: WeightDropout | None = field(default=None, compare=False)
 
     def zeros(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros like q and like k or v."""
@@ -56,6 +59,7 @@ class Capabilities:
         offsets: takes any offset; otherwise only squares (offset 0, as many queries as keys) and unmasked segments.
         prefixes: where `offsets` is false, also takes segments that end on the diagonal (offset = keys - queries > 0).
         softcap: caps logits.
+        dropout: drops weights.
         copies: its calls work on rows that lie one after the other: it gathers others, and copies the results to their
             place in the buffers where it does not serve all rows.
     """
@@ -69,6 +73,7 @@ class Capabilities:
     offsets: bool = True
     prefixes: bool = False
     softcap: bool = False
+    dropout: bool = False
     copies: bool = False
 
     def unsupported(self, segments: Segments, shape: AttentionShape) -> str | None:
@@ -88,6 +93,8 @@ class Capabilities:
             return f"{self.name}: {shape.kv_heads} kv heads for {shape.heads} heads; kv heads must divide the heads"
         if shape.softcap is not None and not self.softcap:
             return f"{self.name}: softcap {shape.softcap}; it caps no logits"
+        if shape.dropout is not None and not self.dropout:
+            return f"{self.name}: dropout {shape.dropout.heads.p} of attention weights; it drops none"
         return None
 
     def unsupported_segments(self, segments: Segments) -> str | None:

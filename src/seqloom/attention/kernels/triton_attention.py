@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from seqloom.attention.dropout import drop_threshold
 from seqloom.attention.kernels.interface import (
     AttentionShape,
     Capabilities,
@@ -263,6 +264,7 @@ class TritonSegments:
         max_dim=256,
         dim_multiple=16,
         softcap=True,
+        dropout=True,
     )
 
     def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedTriton:
@@ -365,6 +367,8 @@ def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind
         # float32 as three products of its halves on tensor cores: exact to 2^-22, and a tenth of the code of "ieee"
         "PRECISION": "tf32x3" if shape.dtype == torch.float32 else "tf32",
         "CAP": shape.softcap,
+        "DROP": None if shape.dropout is None else drop_threshold(shape.dropout.heads.p),
+        "KEEP": 1.0 if shape.dropout is None else 1 / (1 - shape.dropout.heads.p),
         "num_warps": config.warps,
         "num_stages": config.stages,
         **{name: value or config.join for name, value in flags.items()},
@@ -457,9 +461,12 @@ class PreparedTriton:
         """Launch a kernel for every Config in use, on the device of the tensors."""
         from seqloom.attention.kernels.triton_kernels import run_kernel
 
+        drop = self.shape.dropout
+        dropped = (None, None, 0) if drop is None else (drop.query_keys, drop.key_positions, drop.heads.first_head)
         with _on(segments.device):
             for launch in self.launches[kind]:
-                arguments = (*tensors, launch.tiles, segments, *numbers, len(launch.tiles), launch.side, scale)
+                numbers_of_launch = (*numbers, len(launch.tiles), launch.side, scale, *dropped)
+                arguments = (*tensors, launch.tiles, segments, *numbers_of_launch)
                 run_kernel(kernel, launch.grid, *arguments, **launch.options)
 
     def _empty_result(self, like: torch.Tensor, covered: int) -> torch.Tensor:

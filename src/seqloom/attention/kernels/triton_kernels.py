@@ -13,6 +13,8 @@ stride is the tuple (row, head), in elements. Exponentials of attention are base
                    dk = scale dS^T q   that read it
 
                `lse` and `out` are those of the whole softmax, which may have more keys than are given here
+    dropout    with K = 0 for a weight that is dropped, else 1 / (1 - p): out = (K * P) v, dv = (K * P)^T dout,
+               dS = P * (K * (dout v^T) - D). K is the hash of `attention.dropout`, computed again wherever it is needed
     merge      `merge_outputs` and `add_gradients` of attention/merge.py in one pass over memory, sums in float32. A row
                that saw nothing has output 0 and log-sum-exp -inf and changes nothing, bit for bit. Outputs are
                [rows, heads, dim] with a contiguous last axis, log-sum-exps [heads, rows] with contiguous rows
@@ -163,6 +165,37 @@ def cap_logits(logits, scale, CAP: tl.constexpr):
 
 
 @triton.jit
+def mix32(x):
+    """Mix uint32, so that each bit depends on all."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def load_query_keys(query_keys, rows, stop, head):
+    """Load the random numbers of queries in one head, uint64: `dropout.module_keys` of the head."""
+    x = tl.load(query_keys + rows, mask=rows < stop, other=0).to(tl.uint64, bitcast=True)
+    x += (head + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def load_key_numbers(key_positions, rows, stop):
+    """Load what tells the keys of a query apart, uint32."""
+    return mix32(tl.load(key_positions + rows, mask=rows < stop, other=0).to(tl.uint32))
+
+
+@triton.jit
+def keep_factors(query_keys, key_numbers, DROP: tl.constexpr, KEEP: tl.constexpr):
+    """Return 0 for weights that are dropped, KEEP for others, like `dropout.keep_mask`; the arguments broadcast."""
+    drawn = mix32(mix32(query_keys.to(tl.uint32) ^ key_numbers) + (query_keys >> 32).to(tl.uint32))
+    return tl.where(drawn >= DROP, KEEP, 0.0)
+
+
+@triton.jit
 def _attend(
     acc,
     top,
@@ -176,12 +209,16 @@ def _attend(
     low,
     high,
     scale,
+    drop_keys,
+    key_positions,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    DROP: tl.constexpr,
+    KEEP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take the keys of a tile that need a mask, or those that do not, into the running output, maximum and sum."""
@@ -202,6 +239,9 @@ def _attend(
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
+        if DROP is not None:
+            numbers = load_key_numbers(key_positions, start + tl.arange(0, COLUMNS), tile[3])
+            weights = weights * keep_factors(drop_keys[:, None], numbers[None, :], DROP, KEEP)
         values = load_rows(v, v_stride, start, tile[3], COLUMNS, DIM, WIDTH, MASKED)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         top = new_top
@@ -209,7 +249,7 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["tile_count", "side", "lse_head"],
+    do_not_specialize=["tile_count", "side", "lse_head", "first_head"],
     do_not_specialize_on_alignment=["lse"],
 )
 def forward_kernel(
@@ -228,6 +268,9 @@ def forward_kernel(
     tile_count,
     side,
     scale,
+    query_keys,
+    key_positions,
+    first_head,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -237,10 +280,14 @@ def forward_kernel(
     LOW: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    DROP: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """Write `out` [rows, heads, DIM] and `lse` [heads, rows] for the queries of one tile and head.
 
-    `lse_head` is a stride. LOW: some row does not see the first column of its tile.
+    `lse_head` is a stride. LOW: some row does not see the first column of its tile. DROP: of 2^32 weights so many are
+    dropped, None: none; what is kept is multiplied with KEEP. `query_keys` and `key_positions` are those of
+    `dropout.WeightDropout`, `first_head` is the number of the first head in the model.
     """
     index, kv_head, head = program_place(tile_count, side, GROUP)
     tile = read_tile(tiles, index)
@@ -249,14 +296,17 @@ def forward_kernel(
     v += kv_head * v_stride[1]
     queries = load_rows(q + head * q_stride[1], q_stride, row, stop, ROWS, DIM, WIDTH, True)
     low, high = row_ends(segments, tile, ROWS, JOIN)
+    drop_keys = 0
+    if DROP is not None:
+        drop_keys = load_query_keys(query_keys, row + tl.arange(0, ROWS), stop, first_head + head)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     for masked in tl.static_range(2):
         # fmt: off
         acc, top, total = _attend(
-            acc, top, total, queries, k, v, k_stride, v_stride, tile, low, high, scale,
-            DIM, WIDTH, COLUMNS, LOW, PRECISION, CAP, masked == 1,
+            acc, top, total, queries, k, v, k_stride, v_stride, tile, low, high, scale, drop_keys, key_positions,
+            DIM, WIDTH, COLUMNS, LOW, PRECISION, CAP, DROP, KEEP, masked == 1,
         )
         # fmt: on
     total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing: output 0, log-sum-exp -inf
@@ -287,12 +337,16 @@ def _add_dq(
     low,
     high,
     scale,
+    drop_keys,
+    key_positions,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    DROP: tl.constexpr,
+    KEEP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add to dq, without the scale, what the keys of a tile give that need a mask, or those that do not."""
@@ -308,7 +362,11 @@ def _add_dq(
         if MASKED:
             logits = hide(logits, start + tl.arange(0, COLUMNS), low, high, LOW, True)
         weights = tl.exp2(logits * factor - lse[:, None])
-        slopes = weights * (tl.dot(dout, tl.trans(values), input_precision=PRECISION) - delta[:, None])
+        dweights = tl.dot(dout, tl.trans(values), input_precision=PRECISION)
+        if DROP is not None:
+            numbers = load_key_numbers(key_positions, start + tl.arange(0, COLUMNS), tile[3])
+            dweights = dweights * keep_factors(drop_keys[:, None], numbers[None, :], DROP, KEEP)
+        slopes = weights * (dweights - delta[:, None])
         if CAP is not None:
             slopes = slopes * slope
         dq = tl.dot(slopes.to(keys.dtype), keys, dq, input_precision=PRECISION)
@@ -316,7 +374,7 @@ def _add_dq(
 
 
 @triton.jit(
-    do_not_specialize=["lse_head", "tile_count", "side"],
+    do_not_specialize=["lse_head", "tile_count", "side", "first_head"],
     do_not_specialize_on_alignment=["lse", "delta"],
 )
 def dq_kernel(
@@ -340,6 +398,9 @@ def dq_kernel(
     tile_count,
     side,
     scale,
+    query_keys,
+    key_positions,
+    first_head,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -349,6 +410,8 @@ def dq_kernel(
     LOW: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    DROP: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """Write `dq` [rows, heads, DIM] and `delta` [heads, rows] for the queries of one tile and head."""
     index, kv_head, head = program_place(tile_count, side, GROUP)
@@ -364,12 +427,15 @@ def dq_kernel(
     tl.store(delta + head * lse_head + rows, deltas, mask=rows < stop)
     lses = _load_lse(lse + head * lse_head, rows, stop)
     low, high = row_ends(segments, tile, ROWS, JOIN)
+    drop_keys = 0
+    if DROP is not None:
+        drop_keys = load_query_keys(query_keys, rows, stop, first_head + head)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     for masked in tl.static_range(2):
         # fmt: off
         acc = _add_dq(
-            acc, queries, douts, lses, deltas, k, v, k_stride, v_stride, tile, low, high, scale * LOG2_E,
-            DIM, WIDTH, COLUMNS, LOW, PRECISION, CAP, masked == 1,
+            acc, queries, douts, lses, deltas, k, v, k_stride, v_stride, tile, low, high, scale * LOG2_E, drop_keys,
+            key_positions, DIM, WIDTH, COLUMNS, LOW, PRECISION, CAP, DROP, KEEP, masked == 1,
         )
         # fmt: on
     store_rows(dq + head * dq_stride[1], dq_stride, row, stop, acc * scale, ROWS, DIM, WIDTH)
@@ -392,6 +458,9 @@ def _add_dkdv(
     low,
     high,
     scale,
+    query_keys,
+    key_numbers,
+    first_head,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -400,6 +469,8 @@ def _add_dkdv(
     HIGH: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    DROP: tl.constexpr,
+    KEEP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add to dk, without the scale, and dv what the queries of a tile give that need a mask, or those that do not.
@@ -424,8 +495,15 @@ def _add_dkdv(
         if MASKED:
             logits = hide(logits, columns, low, high, LOW, HIGH)
         weights = tl.exp2(logits * factor - lses[None, :])
-        dv = tl.dot(weights.to(douts.dtype), douts, dv, input_precision=PRECISION)
-        slopes = weights * (tl.dot(v, tl.trans(douts), input_precision=PRECISION) - deltas[None, :])
+        dweights = tl.dot(v, tl.trans(douts), input_precision=PRECISION)
+        used = weights
+        if DROP is not None:
+            drop_keys = load_query_keys(query_keys, columns, tile[3], first_head + member)
+            kept = keep_factors(drop_keys[None, :], key_numbers[:, None], DROP, KEEP)
+            dweights = dweights * kept
+            used = weights * kept
+        dv = tl.dot(used.to(douts.dtype), douts, dv, input_precision=PRECISION)
+        slopes = weights * (dweights - deltas[None, :])
         if CAP is not None:
             slopes = slopes * slope
         dk = tl.dot(slopes.to(queries.dtype), queries, dk, input_precision=PRECISION)
@@ -433,7 +511,7 @@ def _add_dkdv(
 
 
 @triton.jit(
-    do_not_specialize=["lse_head", "tile_count", "side"],
+    do_not_specialize=["lse_head", "tile_count", "side", "first_head"],
     do_not_specialize_on_alignment=["lse", "delta"],
 )
 def dkdv_kernel(
@@ -457,6 +535,9 @@ def dkdv_kernel(
     tile_count,
     side,
     scale,
+    query_keys,
+    key_positions,
+    first_head,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -467,6 +548,8 @@ def dkdv_kernel(
     HIGH: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    DROP: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """Write `dk` and `dv` [rows, kv heads, DIM] for the keys of one tile and kv head.
 
@@ -478,6 +561,9 @@ def dkdv_kernel(
     keys = load_rows(k + kv_head * k_stride[1], k_stride, row, stop, ROWS, DIM, WIDTH, True)
     values = load_rows(v + kv_head * v_stride[1], v_stride, row, stop, ROWS, DIM, WIDTH, True)
     low, high = row_ends(segments, tile, ROWS, JOIN)
+    key_numbers = 0
+    if DROP is not None:
+        key_numbers = load_key_numbers(key_positions, row + tl.arange(0, ROWS), stop)
     head = kv_head * GROUP
     q += head * q_stride[1]
     dout += head * dout_stride[1]
@@ -489,7 +575,8 @@ def dkdv_kernel(
         # fmt: off
         acc_k, acc_v = _add_dkdv(
             acc_k, acc_v, keys, values, q, dout, lse, delta, q_stride, dout_stride, lse_head, tile, low, high,
-            scale * LOG2_E, GROUP, DIM, WIDTH, COLUMNS, LOW, HIGH, PRECISION, CAP, masked == 1,
+            scale * LOG2_E, query_keys, key_numbers, first_head + head, GROUP, DIM, WIDTH, COLUMNS, LOW, HIGH,
+            PRECISION, CAP, DROP, KEEP, masked == 1,
         )
         # fmt: on
     store_rows(dk + kv_head * dk_stride[1], dk_stride, row, stop, acc_k * scale, ROWS, DIM, WIDTH)

@@ -27,6 +27,7 @@ from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.checks import (
     CHUNKED,
     Routers,
+    attention_dropouts,
     check,
     decoder_layers,
     decoder_of,
@@ -220,8 +221,8 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         options = {"single_stage_reason": str(reason)}
     specs = attention_specs(layers)
     try:
-        if planned_dropouts(causal):
-            raise NoTensorParallel("its layers have dropout, of which tensor ranks would have to know their features")
+        if planned_dropouts(causal) or attention_dropouts(causal):
+            raise NoTensorParallel("its layers have dropout, of which tensor ranks would have to know their part")
         if any(is_mixer(module) for module in causal.modules()):
             raise NoTensorParallel("its layers have mixers that scan, whose weights are not cut")
         regions, tp_axes, tp_divisors = tensor_plan(model, causal, layers, specs)
@@ -329,7 +330,7 @@ def attention_function(
             width], and its rotated keys.
         attention_mask: what `mask_function` gives.
         scaling: logits are multiplied by it.
-        dropout: refused by the engine unless 0.
+        dropout: share of the weights that is dropped, the same ones under every plan; 0 in evaluation.
         softcap: of the logits.
         is_causal: what the mask says already.
         seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle, twice if latents travel.

@@ -121,6 +121,17 @@ def planned_dropouts(causal: Any) -> set[nn.Module]:
     return {module for layer in layers for module in layer.modules() if is_planned(module)}
 
 
+def attention_dropouts(model: nn.Module) -> dict[str, float]:
+    """Return the dropouts of attention weights above 0 that modules of a model have, by where they are."""
+    return {where: p for where, p in _all_dropouts(model) if _dropout_kind(where) == "attention"}
+
+
+def _all_dropouts(model: nn.Module) -> list[tuple[str, float]]:
+    """Return (where, value) of all dropout above 0 in a model, modules and numbers that modules keep."""
+    modules = [(name, each.p) for name, each in model.named_modules() if isinstance(each, _DropoutNd) and each.p]
+    return [*modules, *_numbers(model, "dropout"), *_numbers(model, "layerdrop")]
+
+
 def _refuse(name: str, why: str, way_out: str) -> Callable[[Find], Find]:
     """Add the decorated check to `REFUSALS`."""
 
@@ -305,14 +316,19 @@ def is_dynamic_rope(kind: str) -> bool:
 def _dropouts_of(kind: str, model: nn.Module, causal: Any) -> Iterator[str]:
     """Yield the dropouts of one kind above 0 in modules, after the keys of the config that set them.
 
-    Left out are modules in layers, whose dropout is made independent of the plan, unless it is of attention weights.
+    Left out is dropout that is made independent of the plan: modules in layers, and that of attention weights in a
+    module which knows the number of its layer.
     """
     configs = getattr(model, "peft_config", {}).values() if kind == "adapter" else (_text_config(causal),)
-    planned = planned_dropouts(causal) if kind != "attention" else set[nn.Module]()
-    dropouts = ((name, each) for name, each in model.named_modules() if isinstance(each, _DropoutNd))
-    modules = [(name, each.p) for name, each in dropouts if each not in planned]
-    numbers = [*modules, *_numbers(model, "dropout"), *_numbers(model, "layerdrop")]
-    places = [f"{where} = {value}" for where, value in numbers if value and _dropout_kind(where) == kind]
+    modules = dict(model.named_modules())
+    dropouts = planned_dropouts(causal)
+    planned = {name for name, module in modules.items() if module in dropouts}
+    numbered = {name for name, module in modules.items() if isinstance(getattr(module, "layer_idx", None), int)}
+    places = []
+    for where, value in _all_dropouts(model):
+        served = where.rpartition(".")[0] in numbered if kind == "attention" else where in planned
+        if _dropout_kind(where) == kind and not served:
+            places.append(f"{where} = {value}")
     for key, value in (item for config in configs for item in vars(config).items()) if places else ():
         if "drop" in key and type(value) in (int, float) and value and _dropout_kind(key) == kind:
             yield f"{key} = {value} in the config"
@@ -320,7 +336,7 @@ def _dropouts_of(kind: str, model: nn.Module, causal: Any) -> Iterator[str]:
 
 
 for name, kind, way_out in (
-    ("attention dropout", "attention", "load with this key of the config set to 0.0"),
+    ("attention dropout in layers without a number", "attention", "load with this key of the config set to 0.0"),
     ("dropout that is no module of a layer", "other", "load with this key of the config set to 0.0"),
     ("LoRA dropout outside of layers", "adapter", "use LoraConfig(lora_dropout=0.0)"),
 ):

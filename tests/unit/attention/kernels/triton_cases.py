@@ -11,12 +11,14 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from seqloom.attention.dropout import HeadDropout
 from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.triton_attention import Config, TritonSegments
 from seqloom.attention.kernels.triton_kernels import accumulate, add_gradients, merge_outputs
 from seqloom.attention.masks import Segments
 from seqloom.attention.merge import PartialGradient, PartialOutput
 from seqloom.errors import SeqloomError
+from support.dropout import expected_weights
 
 torch.set_num_threads(1)
 
@@ -55,8 +57,8 @@ def visible(segments, rows, columns):
     return mask
 
 
-def dense(mask, q, k, v, scale, softcap=None):
-    """Attention under a dense mask: (out, lse)."""
+def dense(mask, q, k, v, scale, softcap=None, keep=1.0):
+    """Attention under a dense mask: (out, lse); weights are multiplied with `keep`."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -64,7 +66,7 @@ def dense(mask, q, k, v, scale, softcap=None):
         logits = softcap * torch.tanh(logits / softcap)
     lse = logits.masked_fill(~mask, -math.inf).logsumexp(-1)
     weights = torch.exp(logits - lse.masked_fill(lse.isinf(), 0)[..., None]).masked_fill(~mask, 0)
-    return torch.einsum("hqk,khd->qhd", weights, v), lse
+    return torch.einsum("hqk,khd->qhd", weights * keep, v), lse
 
 
 def far(found, wanted):
@@ -73,7 +75,17 @@ def far(found, wanted):
 
 
 def errors(
-    segments, rows, columns, heads=2, kv_heads=1, dim=16, dtype=torch.float32, kernel=None, views=False, softcap=None
+    segments,
+    rows,
+    columns,
+    heads=2,
+    kv_heads=1,
+    dim=16,
+    dtype=torch.float32,
+    kernel=None,
+    views=False,
+    softcap=None,
+    dropout=None,
 ):
     """Relative errors of out, lse, dq, dk, dv against float64, and of plain torch in the same dtype."""
     draw = torch.Generator().manual_seed(rows)
@@ -81,7 +93,14 @@ def errors(
     q, k, v, dout = (torch.randn(*size, dim, generator=draw).to(dtype) for size in sizes)
     if views:  # views of wider buffers, as an exchange leaves them
         q, k, v, dout = (torch.cat([part] * 3, dim=1)[:, part.shape[1] : -part.shape[1]] for part in (q, k, v, dout))
-    shape = AttentionShape(heads, kv_heads, dim, dtype, torch.device("cpu"), 0.3, softcap)
+    drop, keep = None, 1.0
+    if dropout is not None:  # rows are tokens of one document, at positions of their own
+        queries, keys = torch.arange(rows) * 7 + 3, torch.arange(columns) * 5 + 2**20
+        drop = dropout.of_rows((torch.full_like(queries, 11), queries), (torch.full_like(keys, 11), keys))
+        numbers = (dropout.layer, dropout.first_head + heads, dropout.p)
+        keep = torch.from_numpy(expected_weights(dropout.seed, 11, queries.numpy(), keys.numpy(), *numbers))
+        keep = keep[dropout.first_head :].to(torch.float32)
+    shape = AttentionShape(heads, kv_heads, dim, dtype, torch.device("cpu"), 0.3, softcap, drop)
     prepared = (kernel or TritonSegments(pick=pick)).prepare(segments, shape)
     out, lse = prepared.forward(q, k, v)
     found = [out, lse, *prepared.backward(dout, Saved(q, k, v, out, lse))]
@@ -89,7 +108,7 @@ def errors(
 
     def plain(kind):
         leaves = [part.to(kind).detach().requires_grad_() for part in (q, k, v)]
-        out, lse = dense(mask, *leaves, 0.3, softcap)
+        out, lse = dense(mask, *leaves, 0.3, softcap, keep if dropout is None else keep.to(kind))
         return [out, lse, *torch.autograd.grad(out, leaves, dout.to(kind))]
 
     exact, rough = plain(torch.float64), plain(dtype)
@@ -122,6 +141,16 @@ def test_offsets_and_rows_in_no_segment(mask):
 @pytest.mark.parametrize("mask", [{}, {"window": 9}], ids=str)
 def test_capped_logits(mask, softcap):
     assert max(mine for mine, _ in errors(Segments.of(OFFSETS, **mask), 75, 90, softcap=softcap)) < 5e-6
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 9}], ids=str)
+def test_dropped_weights(mask, softcap):
+    dropout = HeadDropout(0.3, 2**41 + 5, layer=3, first_head=6)
+    found = errors(Segments.of(OFFSETS, **mask), 75, 90, 4, 2, softcap=softcap, dropout=dropout)
+    assert max(mine for mine, _ in found) < 5e-6
+    packed = errors(Segments.packed(PACK, **mask), sum(PACK), sum(PACK), 3, 1, softcap=softcap, dropout=dropout)
+    assert max(mine for mine, _ in packed) < 5e-6
 
 
 @pytest.mark.parametrize("dim", [16, 48])
