@@ -33,7 +33,7 @@ ALONE := tests/nccl/test_overlap_nccl.py
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(DEMO_READY)  ## plan a long-tailed batch on 64 GPUs, then train a tiny model on this machine
+demo: $(DEMO_READY)  ## plan a long-tailed batch on 64 GPUs, then check and race plans of a tiny model on this machine
 	@$(BIN)/seqloom demo
 
 test: lint layers types  ## style, layers, types, then every test that takes seconds

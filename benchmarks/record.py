@@ -39,10 +39,10 @@ def write(
     if out is None:
         return
     result = {
-        "benchmark": Path(script).stem,
+        "benchmark": Path(script).parent.name if Path(script).stem == "run" else Path(script).stem,
         "command": _command(script, arguments),
         "lengths": lengths or source_name(arguments.lengths),
-        "quick": arguments.quick,
+        "quick": getattr(arguments, "quick", False),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": getattr(arguments, "commit", None) or commit(),
         "hardware": hardware(gpu),
@@ -59,15 +59,16 @@ def write(
 
 def _command(script: str, arguments: argparse.Namespace) -> str:
     """The command line without folders of this machine."""
-    words = ["python", f"benchmarks/{Path(script).name}"]
+    words = ["python", Path(script).resolve().relative_to(Path(__file__).resolve().parents[1]).as_posix()]
     for name, value in vars(arguments).items():
         if value is None or value is False or name == "commit":
             continue
-        words.append("--" + name.replace("_", "-"))
-        if name == "out":
-            words.append(f"benchmarks/results/{value.name}")
-        elif value is not True:
-            words.append(Path(value).name if name == "lengths" else str(value))
+        for each in value if isinstance(value, list) else [value]:
+            words.append("--" + name.replace("_", "-"))
+            if name == "out":
+                words.append(f"benchmarks/results/{each.name}")
+            elif each is not True:
+                words.append(Path(each).name if name == "lengths" else str(each))
     return shlex.join(words)
 
 

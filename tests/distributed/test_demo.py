@@ -1,4 +1,4 @@
-"""The demo trains for real, here on two ranks for a few steps."""
+"""The demo compares and races for real, here on two ranks with a smaller model."""
 
 import io
 
@@ -10,14 +10,18 @@ from seqloom.cli import demo
 pytestmark = pytest.mark.distributed
 
 
-def test_both_planners_train_the_same_model(monkeypatch, fork_server):
-    monkeypatch.setattr(demo, "CONFIG", demo.CONFIG.replace("steps = 24", "steps = 5"))
+def test_plans_give_the_same_result_and_are_raced(monkeypatch, fork_server):
     monkeypatch.setattr(demo, "TINY_MODEL", demo.TINY_MODEL.replace("layers = 4", "layers = 1"))
     monkeypatch.setattr(demo, "RANKS", 2)
-    found = demo.train_twice(3, show=False)
-    static, flex = ([step.loss for step in found[name]["steps"]] for name in ("static", "flex"))
-    assert len(static) == 5 and static == pytest.approx(flex, rel=1e-4)
-    assert static[-1] < static[0]
+    monkeypatch.setattr(demo, "LONGEST", 512)
+    monkeypatch.setattr(demo, "RACED_BATCHES", 2)
+    found = demo.run_here(3)
+    assert [row.planner for row in found.comparisons] == list(demo.VERIFIED)
+    assert all(row.passed for row in found.comparisons)
+    assert found.race.predicted > 0.99  # flex never plans worse than static
+    assert len(found.race.ratios) in (0, 4) and all(ratio > 0 for ratio in found.race.ratios)
     console = Console(record=True, width=160, file=io.StringIO())
-    demo.draw_runs(console, found)
-    assert "the losses agree" in console.export_text()
+    demo.draw_here(console, found)
+    text = console.export_text()
+    assert text.count("same") >= len(demo.VERIFIED)
+    assert ("pairs of training steps" if found.race.ratios else "are not raced") in text

@@ -17,7 +17,17 @@ from support.tiny_specs import TINY as TINY_SPEC
 pytestmark = pytest.mark.distributed
 torch.set_num_threads(1)
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-SLOW = ("hydraulis-cpu", "hybrid-cpu", "latent-cpu")
+FOLDERS = [folder for folder in sorted((RECIPES[0].parent / "models").iterdir()) if folder.is_dir()]
+NAMED = {Path(tomllib.loads(each.read_text())["model"].get("huggingface", "none")).name for each in RECIPES}
+RUNS = {each.stem: (each, ()) for each in RECIPES} | {
+    folder.name: (RECIPES[0].parent / "huggingface-cpu.toml", (f"model.huggingface={folder}",))
+    for folder in FOLDERS
+    if folder.name not in NAMED
+}
+"""Every recipe, and the one of Hugging Face models with every folder that no recipe names."""
+SLOW = ("hydraulis-cpu", "hybrid-cpu", "latent-cpu", "huggingface-cpu", "tiny-gemma2", "tiny-llama4", "tiny-gpt2")
+FLOAT32 = ("latent-cpu", "tiny-gemma2")
+"""With a router, or norms, that compute in float32, whatever the dtype of the model."""
 TINY = (
     *("run.steps=4", "run.epochs=", "checkpoint.every=2", "checkpoint.resume=auto", "log.sinks=[]"),
     *("data.source=toy:24", "data.validation=toy:4:1", "data.sequences=4", "data.tokens="),
@@ -47,27 +57,29 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [  # the slow ones are trained by tests of their own, below and in `test_huggingface_matrix.py`
-        pytest.param(each, id=each.stem, marks=[pytest.mark.slow] if each.stem in SLOW else []) for each in RECIPES
-    ],
+    "name",  # the slow ones are trained by tests of their own, below and in `test_huggingface_matrix.py`
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS],
 )
-def test_it_trains(seqloom_here, recipe, tmp_path):
-    result = seqloom_here("train", recipe, *overrides(recipe, tmp_path), "--ranks", "2", "--json")
+def test_it_trains(seqloom_here, name, tmp_path):
+    recipe, own = RUNS[name]
+    words = [*overrides(recipe, tmp_path), *(word for each in own for word in ("--set", each))]
+    result = seqloom_here("train", recipe, *words, "--ranks", "2", "--json")
     assert result.returncode == 0, result.stderr
     losses = [record.loss for record in read_steps(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == json.loads(result.stdout)["steps"] >= 4
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_its_plans_change_nothing(recipe, tmp_path):
-    words = [*overrides(recipe, tmp_path), "--ranks", "2", "--planners", "static,flex", "--json"]
+@pytest.mark.parametrize("name", RUNS)
+def test_its_plans_change_nothing(name, tmp_path):
+    recipe, own = RUNS[name]
+    words = [*overrides(recipe, tmp_path), *(word for each in own for word in ("--set", each))]
+    words += ["--ranks", "2", "--planners", "static,flex", "--json"]
     result = CliRunner().invoke(app, ["verify", str(recipe), *words])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["passed"] and len(report["plans"]) == 2
-    largest = 1e-6 if recipe.stem == "latent-cpu" else 1e-9  # DeepSeek's router computes in float32
+    largest = 1e-6 if name in FLOAT32 else 1e-9
     assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < largest
 
 

@@ -132,10 +132,13 @@ def main() -> None:
         print(f"\n{name}, {len(alike)} times; repeat: --reader {name!r} --seed {first.seed} --cases 1\n{first.reason}")
     print("\n".join(f"{name}: {count:,}" for name, count in sorted(done.items())))
     if arguments.out is not None:
+        from common import Check
         from record import write
 
-        content = {"benchmark": "fuzz", "cases": dict(done), "total": done.total(), "failures": len(failures)}
-        write(arguments.out, content | {"seconds": round(time.monotonic() - begin)})
+        figures = {"cases": dict(sorted(done.items())), "total": done.total()}
+        figures["seconds"] = round(time.monotonic() - begin)
+        checks = [Check("files that ended in a traceback, or in no time", len(failures), 0)]
+        write(arguments.out, __file__, arguments, figures, checks, gpu=False, lengths="none")
     sys.exit(bool(failures))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from seqloom.engine import bind_plan, run_step
 from seqloom.models.layer_wrapper import recompute_layers
@@ -14,10 +15,11 @@ from seqloom.plan import Sharding
 from support.pipelines import pipeline_plans, pipeline_steps
 from support.side_by_side import side_by_side_plans
 from support.steps import Found, Step, divided_experts, step_plans, steps, tiny_spec, with_experts
-from support.tiny_models import MIXTURES, VOCABULARY, documents, gradients, one_by_one, targets, tiny_model
+from support.tiny_models import MIXTURES, VOCABULARY, documents, gradients, targets, tiny_model
 from support.two_layouts import with_linear_layouts
 
 torch.set_num_threads(1)
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
 
 
 def worst(threads, step, plan):
@@ -62,39 +64,50 @@ class PlainStep(Step):
     """A step of a tiny model of transformers, which plain transformers computes document by document."""
 
     name: str = "mixtral"
+    routed: bool = False  # with a router loss, over all tokens of the step
+
+    def model(self):
+        return tiny_model(self.name, **(ROUTED if self.routed else {}))
 
     def documents(self):
         ids = documents(self.lengths)
         return ids, [targets(each) for each in ids]
 
     def alone(self):
-        model = tiny_model(self.name)
-        logits, (_, labels) = one_by_one(model, self.documents()[0]), self.documents()
-        loss = sum(
-            torch.nn.functional.cross_entropy(*each, reduction="sum", ignore_index=-100)
-            for each in zip(logits, labels, strict=True)
-        )
-        found = {name: each / self.valid for name, each in gradients(model).items()}
+        model, (ids, labels) = self.model(), self.documents()
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        outputs = [model(input_ids=each[None], use_cache=False) for each in ids]
+        pairs = [(output.logits[0], own) for output, own in zip(outputs, labels, strict=True)]
+        loss = sum(torch.nn.functional.cross_entropy(*each, reduction="sum", ignore_index=-100) for each in pairs)
+        loss = loss / self.valid
+        if self.routed:
+            layers = [torch.cat(parts) for parts in zip(*(each.router_logits for each in outputs), strict=True)]
+            routers = load_balancing_loss_func(tuple(layers), model.num_experts, model.num_experts_per_tok)
+            loss = loss + ROUTED["router_aux_loss_coef"] * routers
+        loss.backward()
+        found = gradients(model)
         norm = torch.stack([each.norm() for each in found.values()]).norm()
-        return Found(float(loss) / self.valid, float(norm), found)
+        return Found(loss.item(), float(norm), found)
 
     def attached(self, plan, transport):
         from seqloom.integrations.transformers import attach, model_adapter
 
-        adapter = model_adapter(attach(tiny_model(self.name)))
+        adapter = model_adapter(attach(self.model()))
         recompute_layers(adapter.layers)
         parameters = ReplicatedParameters(adapter, transport)
         result = run_step(bind_plan(plan, transport), parameters, self.rows(), self.valid)
         return Found(result.loss, result.gradient_norm, {k: each.clone() for k, each in parameters.full_gradients()})
 
 
+@pytest.mark.parametrize("routed", [False, True], ids=["plain", "router loss"])
 @pytest.mark.parametrize("name", ["mixtral", *MIXTURES])
 @settings(max_examples=6)
 @given(st.data())
-def test_models_of_transformers(threads, name, data):
+def test_models_of_transformers(threads, name, routed, data):
     """Shared experts, biases, routing by groups of experts; a rank without tokens computes a row that is nobody's."""
     lengths = tuple(data.draw(st.lists(st.integers(2, 20), min_size=1, max_size=4)))
-    step = PlainStep(lengths, tiny_spec(experts=4, active_experts=2, expert_ffn=6, vocabulary=VOCABULARY), name=name)
+    spec = tiny_spec(experts=4, active_experts=2, expert_ffn=6, vocabulary=VOCABULARY)
+    step = PlainStep(lengths, spec, name=name, routed=routed)
     plans = step_plans(step).filter(lambda plan: plan.sharding != Sharding.FREE)
     plan = data.draw(plans.flatmap(lambda plan: divided_experts(plan, 4)))
     results = threads(plan.limits.ranks).run(lambda t: step.attached(plan, t), strict=True, family=plan.limits.family)

@@ -19,6 +19,7 @@ from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import summed_loss
 from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
 from support.dropout import expected_mask
+from support.model_steps import assert_near, run_step, steps, summed
 from support.tiny_models import (
     MODELS,
     SIZES,
@@ -292,6 +293,62 @@ def test_chunked_attention_and_queries_scaled_by_position(case, keep, logits):
         keep = None
     found = spread(model, ids, groups, by_logits=logits, keep=keep)
     assert_equal(found, wanted, 1e-5)  # RoPE and scales are float32
+
+
+WINDOWED = {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def gemma2():
+    """Logits capped in attention, in a window and without, and after the head."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    caps = {"attn_logit_softcapping": 0.8, "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 4}
+    model = randomised(Gemma2ForCausalLM(Gemma2Config(**SIZES, **WINDOWED, **caps, pad_token_id=0)), 0)
+    return model.double().train(), None
+
+
+def gpt_oss():
+    """Attention sinks, in a window and without."""
+    return tiny_model("gpt-oss", sliding_window=5), None
+
+
+def inside_gemma3():
+    """The language model, with the parameters that the whole model has for it; and the whole model."""
+    from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config={**SIZES, **WINDOWED, "query_pre_attn_scalar": 4, "pad_token_id": 0},
+        vision_config={**tower, "image_size": 28, "patch_size": 14},
+        image_token_index=VOCABULARY,
+    )
+    whole = randomised(Gemma3ForConditionalGeneration(config), 0).double().train()
+    model = Gemma3ForCausalLM(whole.config.text_config).double().train()
+    model.model.load_state_dict(whole.model.language_model.state_dict())
+    return model, whole
+
+
+@pytest.mark.parametrize(
+    ("build", "tolerance"),
+    [(gemma2, 1e-5), (gpt_oss, 1e-9), (inside_gemma3, 1e-6)],  # of Gemma norms, and the plain softmax, are float32
+    ids=["capped", "sinks", "language model inside"],
+)
+@settings(max_examples=8)
+@given(
+    case=steps(),
+    keep=st.sampled_from([Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL]),
+    remap=st.sampled_from([None, *Remap]),
+)
+def test_kinds_of_attention_in_pieces_and_groups(build, tolerance, case, keep, remap):
+    lengths, rounds, ranks = case
+    (model, whole), ids = build(), documents(lengths)
+    plain = copy.deepcopy(model) if whole is None else whole
+    capped = getattr(model.config, "attn_logit_softcapping", None)
+    logits = one_by_one(plain, ids, eager=capped is not None)
+    part = plain if whole is None else whole.model.language_model
+    names = {name: name if whole is None else name.removeprefix("model.") for name in gradients(model)}
+    wanted = {name: gradients(part)[own] for name, own in names.items()}
+    assert_near(run_step(model, ids, rounds, ranks, keep, remap), (summed(logits, ids), wanted), tolerance)
 
 
 def llama_bidirectional():

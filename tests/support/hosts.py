@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -34,6 +34,7 @@ LINK = "link0"
 BURST_KIB = 32  # what a nic passes at once after a pause
 WINDOW = "4096 131072 1048576"  # bytes, least to most, that TCP has under way: a nic's queue stays short
 AFTER_MAIN = 40_000  # priority of rules that apply to what the table of neighbours does not know
+MOST_RUNS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,10 @@ class Hosts:
         found = [node.bytes_sent() for node in self._nodes]
         return [[sent[f"nic{nic}"] for nic in range(self.nics)] for sent in found]
 
+    def seconds(self, sent: float) -> float:
+        """Return how long a nic takes at least for so many bytes, as `bytes_sent` counts them."""
+        return 8e-6 * sent / self.rate_mbit
+
     def close(self) -> None:
         """Remove everything."""
         while self._made:
@@ -146,6 +151,20 @@ class Hosts:
     def _places(self) -> Iterator[tuple[int, int]]:
         """Every rank of a node, and the nic near it."""
         return ((place, self.near(place)) for place in range(self.ranks))
+
+
+def fastest(run: Callable[[], float], enough: float) -> float:
+    """Return the least seconds of some runs, as many as it takes to come below `enough`, at most `MOST_RUNS`.
+
+    Other work on the machine makes a run slower, and nothing makes it faster than its nics: where `enough` follows from
+    the rate of a nic and not from another measurement, slow runs never pass, however often they are tried.
+    """
+    least = float("inf")
+    for _ in range(MOST_RUNS):
+        least = min(least, run())
+        if least < enough:
+            break
+    return least
 
 
 def why_not() -> str | None:

@@ -75,7 +75,7 @@ def run_step(model, ids, rounds, ranks, keep, remap):
         for loss in reversed(losses):
             loss.backward()
         kv_cache.check_empty()
-        return sum(float(loss) for loss in losses)
+        return sum(loss.item() for loss in losses)
 
     loss = sum(run_ranks(ranks, body, strict=True))
     assert all(parameter.grad is not None for own in models for parameter in own.parameters())

@@ -31,7 +31,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 6, "tie_word_embeddings": True, "rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 4}),
-    "granite": ("Granite", {"attention_multiplier": 0.7, "residual_multiplier": 0.5}),
+    "granite": ("Granite", {"attention_multiplier": 0.7, "residual_multiplier": 0.5, "logits_scaling": 3.0}),
     "phi": ("Phi", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -138,12 +138,12 @@ def targets(document: torch.Tensor) -> torch.Tensor:
     return torch.cat([document[1:], torch.tensor([-100])])
 
 
-def one_by_one(model: Any, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def one_by_one(model: Any, ids: Sequence[torch.Tensor], *, eager: bool = False) -> list[torch.Tensor]:
     """Run plain transformers on every document alone; return their logits, and leave gradients in the model.
 
-    The loss is the sum of the token losses.
+    The loss is the sum of the token losses. `eager`: without torch's own attention, which caps no logits.
     """
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and not eager else "eager")
     found = []
     for document in ids:
         logits = model(input_ids=document[None], use_cache=False).logits[0]

@@ -303,7 +303,7 @@ def prepare(kernel: Kernel, segments: Segments, heads: LocalHeads) -> PreparedAt
     """Have a kernel prepare segments; refuse those it does not support."""
     shape, kv_index = heads.shape, heads.kv_index
     if kv_index is not None:
-        shape = AttentionShape(shape.heads, shape.heads, shape.dim, shape.dtype, shape.device, shape.scale)
+        shape = replace(shape, kv_heads=shape.heads)
     unsupported = kernel.capabilities.unsupported(segments, shape)
     if unsupported is not None:
         raise SeqloomError(unsupported)

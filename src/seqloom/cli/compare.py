@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -45,6 +46,7 @@ def compare(
     host_gib: shared.HostGib = None,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
+    picture: shared.Picture = None,
     seed: shared.Seed = 0,
     json: shared.AsJson = False,
 ) -> None:
@@ -58,6 +60,7 @@ def compare(
     from seqloom.api import cost_model, evaluate_planners, with_fitting_optimiser
     from seqloom.planners import requested_stages
 
+    shared.check_picture(picture)
     names = planner_names(planners)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
@@ -78,6 +81,8 @@ def compare(
             return own, evaluate_planners(names, workload.batches, own, seed=seed, progress=progress)
 
     cost, rows = with_fitting_optimiser(run, build, place)
+    if picture is not None:
+        save_picture(picture, cost, workload, rows[0], "the first batch" if batches > 1 else "")
     shared.report(
         json,
         lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size),
@@ -116,6 +121,16 @@ def columns(rows: list[dict[str, Evaluation]]) -> dict[str, dict[str, list[Any]]
     """Return the figures of every planner, each a list over the batches."""
     figures = {name: [row[name].figures() for row in rows] for name in rows[0]}
     return {name: {key: [one[key] for one in batches] for key in batches[0]} for name, batches in figures.items()}
+
+
+def save_picture(path: Path, cost: CostModel, workload: Workload, row: dict[str, Evaluation], which: str = "") -> None:
+    """Draw the steps of one batch under every planner to a file, on one time axis."""
+    from seqloom.view import comparison_picture
+
+    size = f"{len(workload.batches[0]):,} sequences on {cost.ranks} GPUs"
+    steps = {name: (evaluation.simulation, evaluation.bound_ns) for name, evaluation in row.items()}
+    notes = [shared.cost_line(cost) + (f"; {which}" if which else ""), *workload.notes()]
+    comparison_picture(f"One step of {size}", steps, notes).save(path)
 
 
 def _draw(console: Console, cost: CostModel, workload: Workload, rows: list[dict[str, Evaluation]]) -> None:

@@ -1,20 +1,21 @@
 """``seqloom demo``: how much a fixed degree wastes on a long-tailed batch, and how much a plan per step saves.
 
-Plans one batch of Wikipedia lengths for 64 GPUs with every planner, then trains a tiny model on this machine with a
-fixed degree and with a plan per step: the losses agree.
+1. One batch of Wikipedia lengths for 64 GPUs, planned with every planner: predicted.
+2. A tiny model on this machine: loss and gradients under four planners equal those of one process.
+3. The same model, trained on processes of this machine with a fixed degree and with a plan per step, in turns.
 """
 
 from __future__ import annotations
 
-import tempfile
+import os
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from seqloom.cli import shared
-from seqloom.errors import LeftEarly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from seqloom.api import Evaluation
     from seqloom.cli.shared import Workload
     from seqloom.cost import CostModel
-    from seqloom.describe import Batch
-    from seqloom.train.logging import StepRecord
+    from seqloom.describe import Batch, ModelSpec
+    from seqloom.profiling.race import RaceResult, RaceSettings
+    from seqloom.profiling.verify import PlanComparison
+    from seqloom.train.launch import RankProcess
 
 CLUSTER, MODEL, PROFILE = "8x8xA100-40G", "gpt-7b", "flexsp-a100"
 SAMPLER, SEQUENCES, MAX_LENGTH = "wikipedia", 512, 192 * 1024
@@ -35,33 +38,22 @@ FLEXSP_OPTIONS = {"counts": 1}
 CHART_MARGIN = 9
 """Columns of a timeline beside its time: a node's name and the frame."""
 
-RANKS, STEPS, TRAINED_SEQUENCES, TRAINED_LENGTH = 4, 24, 8, 2_048
-TRAINED_PLANNERS = ("static", "flex")
-CONFIG = f"""
-[run]
-steps = {STEPS}
-ranks = {RANKS}
-output = "run"
-[model]
-spec = "tiny.toml"
-[data]
-source = "toy:1"
-sequences = {TRAINED_SEQUENCES}
-max_length = {TRAINED_LENGTH}
-too_long = "truncate"
-[plan]
-capacity = {TRAINED_LENGTH // 2}
-[optimiser]
-lr = 3e-3
-[schedule]
-warmup = 4
-"""
+RANKS = 4
+RACED = ("static", "flex")
+CAPACITY, LONGEST, SHORT, SHORTEST, LONGER = 256, 1_024, 64, 16, 128
+"""Of the raced batches: tokens of a rank, of the long document, how many short ones, their least and most tokens."""
+RACED_BATCHES = 8
+VERIFIED = ("static", "adaptive", "flex", "zones")
+VERIFIED_CORPUS, VERIFIED_DOCUMENTS = 64, 12
+BUSY = 0.5
+"""Load per core from which on the machine counts as busy."""
 TINY_MODEL = """
+name = "tiny"
 layers = 4
 hidden = 128
-heads = 4
+heads = 2
 kv_heads = 2
-head_dim = 32
+head_dim = 64
 ffn = 384
 gated = true
 vocabulary = 257
@@ -69,7 +61,7 @@ tied = true
 """
 
 Out = Annotated[Path, typer.Option(help="Where auto's plan is written: .json or .txt.")]
-Train = Annotated[bool, typer.Option("--train/--no-train", help="End by training a tiny model on this machine.")]
+Train = Annotated[bool, typer.Option("--train/--no-train", help="End with a tiny model on this machine.")]
 
 
 def demo(
@@ -79,18 +71,19 @@ def demo(
     train: Train = True,
     json: shared.AsJson = False,
 ) -> None:
-    """Plan a long-tailed batch on 64 GPUs with every planner, then train a tiny model on this machine.
+    """Plan a long-tailed batch on 64 GPUs with every planner, then check and race a tiny model on this machine.
 
     \b
     Example:
         seqloom demo
     """
     from seqloom.api import cost_model
-    from seqloom.cli.compare import comparison
+    from seqloom.cli.compare import comparison, save_picture
     from seqloom.cli.doctor import probe
 
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # before this process adds to it
     shared.check_output(out)
-    shared.check_output(picture, "picture", (".svg",))
+    shared.check_picture(picture)
     names, left_out = installed_planners()
     cost = cost_model(CLUSTER, MODEL, profile=PROFILE, max_length=MAX_LENGTH)
     workload = shared.Workload.by_count(shared.Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
@@ -102,10 +95,8 @@ def demo(
 
     def content() -> dict[str, Any]:
         result = comparison(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out))
-        if train and no_torch:
-            result["training"] = {"left_out": no_torch}
-        elif train:
-            result["training"] = {name: run["summary"] for name, run in train_twice(seed, show=False).items()}
+        if train:
+            result["here"] = {"left_out": no_torch} if no_torch else run_here(seed).to_dict()
         return result
 
     def draw(console: Console) -> None:
@@ -114,10 +105,14 @@ def demo(
         if train and no_torch:
             shared.print_lines(console, "", f"A tiny model would be trained here now; {no_torch}.")
         elif train:
-            console.print("\nAnd now for real: a tiny model, trained with a fixed degree and with a plan per step.")
-            draw_runs(console, train_twice(seed, show=True))
+            if load > BUSY * (os.cpu_count() or 1):
+                busy = f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): times will scatter"
+                shared.print_lines(console, "", f"{busy}.")
+            draw_here(console, run_here(seed))
 
-    shared.report(json, content, draw, picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
+    if picture is not None:
+        save_picture(picture, cost, workload, row)
+    shared.report(json, content, draw)
 
 
 def installed_planners() -> tuple[list[str], dict[str, str]]:
@@ -199,48 +194,111 @@ Next: look at the plan again, plan your own data, take the mean over several bat
     )
 
 
-# Training a tiny model with a fixed degree and with a plan per step.
+# A tiny model on this machine.
 
 
-def train_twice(seed: int, *, show: bool) -> dict[str, dict[str, Any]]:
-    """Train with each planner on the same data; return summary and step records, by planner."""
-    from seqloom.train.config import Config
-    from seqloom.train.launch import train_on_processes
-    from seqloom.train.logging import read_steps
+class Here(NamedTuple):
+    """What a tiny model showed on this machine."""
 
-    runs = {}
-    with tempfile.TemporaryDirectory(prefix="seqloom-demo-") as path:
-        folder = Path(path)
-        (folder / "tiny.toml").write_text(TINY_MODEL)
-        (folder / "demo.toml").write_text(CONFIG)
-        source = f"data.source=toy:{STEPS * TRAINED_SEQUENCES}:{seed}"
-        for name in TRAINED_PLANNERS:
-            overrides = [source, f"plan.planner={name}", f"run.output={folder / name}", f"run.seed={seed}"]
-            config = Config.load(folder / "demo.toml", overrides)
-            try:
-                summary = train_on_processes(config, RANKS, show=show)
-            except LeftEarly as left:  # nothing goes on from the folder of a demo
-                raise typer.Exit(left.exit_code) from None
-            runs[name] = {"summary": summary, "steps": read_steps(config.metrics)}
-    return runs
+    comparisons: list[PlanComparison]
+    race: RaceResult
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        return {"verified": [asdict(row) for row in self.comparisons], "race": self.race.to_dict()}
 
 
-def draw_runs(console: Console, runs: dict[str, dict[str, Any]]) -> None:
-    """Draw losses and step times of the runs side by side: the losses are the same, the times are not."""
-    from seqloom.view.format import table_of
+def run_here(seed: int) -> Here:
+    """Compare plans with one process, then race a fixed degree against a plan per step."""
+    from seqloom.profiling.race import RaceResult
+    from seqloom.train.launch import run_on_processes
 
-    table = table_of(["step", *(f"{what}, {name}" for what in ("loss", "ms") for name in TRAINED_PLANNERS)], left=())
-    columns: list[list[StepRecord]] = [runs[name]["steps"] for name in TRAINED_PLANNERS]
-    for records in zip(*columns, strict=True):
-        if records[0].step % 4 == 0 or records[0].step == 1:
-            losses, times = [f"{one.loss:.4f}" for one in records], [f"{one.measured_ms:,.0f}" for one in records]
-            table.add_row(str(records[0].step), *losses, *times)
-    console.print(table)
-    static, flex = (runs[name]["summary"] for name in TRAINED_PLANNERS)
-    measured, predicted = (static[key] / flex[key] for key in ("measured_ms", "predicted_ms"))
-    console.print(
-        f"The same model twice, on {RANKS} processes of this machine: whatever the plan, the losses agree to float32's "
-        f"rounding. A fixed degree took {measured:.2f}x the time of a plan per step (predicted {predicted:.2f}x): "
-        "between processes of one machine messages cost little, and the planner runs on the same cores "
-        "(seqloom\\[fast] makes it about 20 times as fast); the figures above are for 64 GPUs."
+    settings = race_settings(seed)
+    comparisons = verify_plans(settings.spec, seed)
+    result = run_on_processes(race_rank, RANKS, settings, on_cpu=True)
+    return Here(comparisons, RaceResult(**result))
+
+
+def race_settings(seed: int) -> RaceSettings:
+    """Return batches of one long document, which all ranks must share, and many short ones, which need not be."""
+    import tomllib
+
+    import numpy as np
+
+    from seqloom.describe import ModelSpec
+    from seqloom.profiling.race import RaceSettings
+
+    draw = np.random.default_rng(seed)
+    short = draw.integers(SHORTEST, LONGER, size=(RACED_BATCHES, SHORT)).tolist()
+    batches = tuple((LONGEST, *lengths) for lengths in short)
+    return RaceSettings(ModelSpec(**tomllib.loads(TINY_MODEL)), batches, RACED, CAPACITY)
+
+
+def verify_plans(spec: ModelSpec, seed: int) -> list[PlanComparison]:
+    """Compare a plan of every planner with one process, in float64, on threads that obey NCCL's rules."""
+    import numpy as np
+
+    from seqloom.api import cost_model
+    from seqloom.data import Batch, open_source
+    from seqloom.profiling.verify import plan_batch, verify
+
+    source = open_source(f"toy:{VERIFIED_CORPUS}:{seed}", vocabulary=spec.vocabulary)
+    documents = np.flatnonzero(source.lengths <= RANKS * CAPACITY)[:VERIFIED_DOCUMENTS]
+    batch = Batch(documents, source.lengths[documents], source.valid[documents])
+    cost = cost_model(f"1x{RANKS}xCPU", spec, capacity=CAPACITY)
+    with shared.progress_bar(len(VERIFIED), "checking plans against one process") as step:
+        rows = []
+        for row in verify(spec, source, batch, plan_batch(batch, VERIFIED, cost, seed), seed=seed):
+            step(f"checking plans against one process: {row.planner}")
+            rows.append(row)
+    return rows
+
+
+def race_rank(process: RankProcess, settings: RaceSettings) -> dict[str, Any]:
+    """Race as one of the ranks; rank 0 shows the progress."""
+    from contextlib import nullcontext
+
+    from seqloom.dist import Communicators, TorchTransport
+    from seqloom.plan import GroupFamily
+    from seqloom.profiling.race import race
+
+    (rank, ranks, *_), device, _ = process
+    communicators = Communicators(GroupFamily(ranks, ranks))
+    communicators.warm_up()
+    transport = TorchTransport(communicators)
+    silent = nullcontext(lambda text: None)
+    with silent if rank else shared.progress_bar(None, "measuring this machine") as report:
+        result = asdict(race(settings, transport, device, report))
+    communicators.close()
+    return result
+
+
+def draw_here(console: Console, here: Here) -> None:
+    """Draw what plans change, which is the time, and what they do not: the result."""
+    from seqloom.cli.train import draw_comparisons
+
+    console.print("\n[bold]On this machine: the same result[/bold]")
+    draw_comparisons(console, here.comparisons, f"of a tiny model on {RANKS} threads, float64")
+    console.print("\n[bold]On this machine: the time[/bold]")
+    shared.print_lines(console, *race_lines(here.race))
+
+
+def race_lines(result: RaceResult) -> list[str]:
+    """Say how the race ended, or why there was none."""
+    from seqloom.profiling.race import LEAST_GAIN
+
+    what = f"{RANKS} processes, batches of one document of {LONGEST:,} tokens and {SHORT} of {SHORTEST} - {LONGER}"
+    predicted = (
+        f"Measured on {what}: by a profile made in a few seconds (off by {result.calibration_error:.0%} on its own "
+        f"trials) a fixed degree takes {result.predicted:.2f}x the time of a plan per step."
     )
+    if result.median is None or result.interval is None:
+        return [predicted, f"Below {LEAST_GAIN}x a difference would drown in noise here: the two are not raced."]
+    low, high = result.interval
+    verdict = "" if result.conclusive else " Inconclusive: the interval spans 1, run it again on a quiet machine."
+    return [
+        predicted,
+        f"Raced, the same batches in turns, {len(result.ratios)} pairs of training steps: {result.median:.2f}x in the "
+        f"median, 95 % interval {low:.2f} - {high:.2f}.{verdict}",
+        "One model and one kind of batch; between GPUs messages and kernels cost other times (the figures above).",
+    ]

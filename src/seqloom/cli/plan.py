@@ -76,7 +76,7 @@ def plan(
     from seqloom.planners import PLANNERS, requested_stages
 
     shared.check_output(out)
-    shared.check_output(picture, "picture", (".svg",))
+    shared.check_picture(picture)
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
@@ -114,14 +114,8 @@ def plan(
             _draw_explanation(console, cost, evaluation)
         _print_end(planner, evaluation, out, cost.profile.name)
 
-    shared.report(
-        json,
-        lambda: _as_dict(cost, workload, evaluation, planner, out, explain),
-        draw,
-        picture,
-        "seqloom plan",
-        lambda console: _draw_plan(console, cost, workload, evaluation, True),
-    )
+    _save_picture(picture, cost, evaluation, *workload.notes())
+    shared.report(json, lambda: _as_dict(cost, workload, evaluation, planner, out, explain), draw)
 
 
 def simulate(
@@ -147,7 +141,7 @@ def simulate(
     from seqloom.api import cost_model_of, evaluate, with_fitting_optimiser
     from seqloom.plan import Plan
 
-    shared.check_output(picture, "picture", (".svg",))
+    shared.check_picture(picture)
     loaded = Plan.load(plan)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
@@ -158,13 +152,22 @@ def simulate(
 
     place = shared.parse_offload(offload_optimiser)
     cost, evaluation = with_fitting_optimiser(lambda own: (own, evaluate(loaded, own)), build, place)
+    _save_picture(picture, cost, evaluation)
     shared.report(
         json,
         lambda: {"plan": str(plan)} | shared.cost_dict(cost) | evaluation.as_dict(),
         lambda console: _draw_simulation(console, cost, evaluation),
-        picture,
-        "seqloom simulate",
     )
+
+
+def _save_picture(path: Path | None, cost: CostModel, evaluation: Evaluation, *notes: str) -> None:
+    """Draw lengths and timeline of a plan to a file, if one is named."""
+    if path is not None:
+        from seqloom.view import plan_picture
+
+        made_by = f"planner {evaluation.plan.planner}; " if evaluation.plan.planner else ""
+        lines = [shared.cost_line(cost), f"{made_by}{evaluation.plan.tokens:,} tokens", *notes]
+        plan_picture(evaluation.plan, evaluation.simulation, evaluation.bound_ns, lines).save(path)
 
 
 def _workload(source: Source, size: int | None, tokens: int | None, skip: int) -> Workload:

@@ -7,7 +7,6 @@ seqloom profile --model NAME      time training steps on several ranks; write th
 from __future__ import annotations
 
 import statistics
-import sys
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +36,8 @@ SHORTEST = 64
 LONGEST = {"cuda": 131_072, "cpu": 1_024}
 LONGEST_QUICK = {"cuda": 16_384, "cpu": 256}
 LONGEST_STEP = {"cuda": 131_072, "cpu": 8_192}
-"""Tokens of the longest document: kernels, kernels with --quick, training steps."""
+LONGEST_STEP_QUICK = {"cuda": 32_768, "cpu": 2_048}
+"""Tokens of the longest document: kernels, kernels with --quick, training steps, the same with --quick."""
 PACK_TOKENS = {"cuda": 131_072, "cpu": 0}
 """Tokens of a pack at least: a GPU must be full to be measured."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -46,7 +46,7 @@ MASKS = ("causal", "full")
 Kernels = Annotated[str | None, Option(help="Names with commas between; without it, all but the plain reference.")]
 Longest = Annotated[int | None, Option(help="Longest document, tokens.  [default: 131072 on a GPU, 1024 on a CPU]")]
 Capacity = Annotated[int | None, Option(help="With --model: tokens of a rank in a round; else what memory holds.")]
-KERNEL_OPTIONS = ("device", "heads", "kv_heads", "dim", "kernels", "quick")
+KERNEL_OPTIONS = ("device", "heads", "kv_heads", "dim", "kernels")
 MODEL_OPTIONS = ("ranks", "cluster", "sharding", "capacity")
 
 
@@ -59,7 +59,7 @@ def profile(
     dtype: Annotated[str, Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
     kernels: Kernels = None,
     max_length: Longest = None,
-    quick: Annotated[bool, Option("--quick", help="Fewer lengths and runs: a first impression.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Fewer lengths, plans and runs: a first impression.")] = False,
     output: Annotated[
         Path | None, Option(help="File to write, .json; what a table holds of other shapes and devices is kept.")
     ] = None,
@@ -90,7 +90,7 @@ def profile(
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if model is not None:
-        setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
+        setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, quick, verbose=not json)
         _profile_machine(setup, ranks, output, json)
         return
     import torch
@@ -242,6 +242,7 @@ class MachineSetup(NamedTuple):
     capacity: int | None  # tokens of a rank in a round; None: what memory holds
     max_length: int | None  # longest document to try; None: `LONGEST_STEP`
     dtype: str  # that layers compute in
+    quick: bool  # fewer plans, less often, and no stages
     verbose: bool  # say on stderr what is being measured
 
     def cost(self, ranks: int, nodes: str | None = None) -> CostModel:
@@ -293,10 +294,11 @@ def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict
     communicators = Communicators(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
     calibrator = Calibrator(cost, TorchTransport(communicators), device, getattr(torch, setup.dtype))
-    verbose = setup.verbose and rank == 0 and sys.stderr.isatty()
+    verbose = setup.verbose and rank == 0
     report = (lambda text: typer.echo(text, err=True)) if verbose else (lambda text: None)
-    stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
-    calibration = calibrator.calibrate(setup.max_length or LONGEST_STEP[device.type], report, stages=stages)
+    longest = setup.max_length or (LONGEST_STEP_QUICK if setup.quick else LONGEST_STEP)[device.type]
+    stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 and not setup.quick else 1
+    calibration = calibrator.calibrate(longest, report, stages=stages, quick=setup.quick)
     communicators.close()
     if rank:
         return {}

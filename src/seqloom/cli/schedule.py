@@ -64,7 +64,7 @@ def schedule(
     from seqloom.schedules.schedule import to_csv
     from seqloom.schedules.timing import schedule_metrics
 
-    shared.check_output(picture, "picture", (".svg",))
+    shared.check_picture(picture)
     shared.check_output(csv, "schedule", (".csv",))
     durations, limit, counts = parse_times(times), _parse_memory(memory), _parse_pieces(pieces)
     sizes = {"stages": stages, "micro_batches": micro_batches, "pieces": counts, "chunks": chunks}
@@ -72,13 +72,11 @@ def schedule(
     metrics = schedule_metrics(built, *durations)
     if csv is not None:
         csv.write_text(to_csv(built.rows))
-    shared.report(
-        json,
-        lambda: _as_dict(built, durations, metrics),
-        lambda console: _draw(console, built, metrics),
-        picture,
-        f"seqloom schedule {built.name}",
-    )
+    if picture is not None:
+        from seqloom.view import schedule_picture
+
+        schedule_picture(built, metrics, [_size_line(built)]).save(picture)
+    shared.report(json, lambda: _as_dict(built, durations, metrics), lambda console: _draw(console, built, metrics))
 
 
 def parse_times(text: str) -> Durations:
@@ -169,6 +167,15 @@ def _size(built: Schedule) -> dict[str, Any]:
     }
 
 
+def _size_line(built: Schedule) -> str:
+    size = _size(built)
+    pieces = "unequal" if isinstance(size["pieces"], list) else size["pieces"]
+    return (
+        f"{size['stages']} pipeline ranks, {size['chunks']} stage{'s' * (size['chunks'] > 1)} each, "
+        f"{size['micro_batches']} micro-batches, {pieces} piece{'s' * (pieces != 1)} each"
+    )
+
+
 def _as_dict(built: Schedule, durations: Durations, metrics: ScheduleMetrics) -> dict[str, Any]:
     return {
         "schedule": built.name,
@@ -185,13 +192,7 @@ def _as_dict(built: Schedule, durations: Durations, metrics: ScheduleMetrics) ->
 def _draw(console: Console, built: Schedule, metrics: ScheduleMetrics) -> None:
     from seqloom.view import ScheduleChart
 
-    size = _size(built)
-    pieces = "unequal" if isinstance(size["pieces"], list) else size["pieces"]
-    shared.print_lines(
-        console,
-        f"{built.name}: {size['stages']} pipeline ranks, {size['chunks']} stage{'s' * (size['chunks'] > 1)} each, "
-        f"{size['micro_batches']} micro-batches, {pieces} piece{'s' * (pieces != 1)} each",
-    )
+    shared.print_lines(console, f"{built.name}: {_size_line(built)}")
     console.print(ScheduleChart(built, metrics.timing))
     memory = " ".join(f"{most:.4g}" for most in metrics.peak_memory)
     console.print(f"bubble {100 * metrics.bubble:.1f} %, makespan {metrics.step_time:.6g}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from seqloom.api import Evaluation
     from seqloom.cost import CostModel
     from seqloom.describe import Batch, ModelSpec
+
+PROGRESS_S = 5.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 # Options.
 
@@ -73,7 +77,7 @@ Skip = Annotated[int, Option(help="Batches to skip at the beginning.")]
 MaxLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens; longer ones are dropped first.")]
 Column = Annotated[str | None, Option(help="Column, field or array to read where a file has several.")]
 Tokenizer = Annotated[str | None, Option(help="Counts a column of texts: bytes, or a tokenizer.json.")]
-Picture = Annotated[Path | None, Option(help="Write what is shown to this .svg file as well, in colour.")]
+Picture = Annotated[Path | None, Option(help="Draw the timeline to this file: .svg; .png or .pdf with matplotlib.")]
 ConfigFile = Annotated[Path, Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, Option("--set", help="section.key=value, instead of the config's.")]
 
@@ -85,21 +89,14 @@ def report(
     as_json: bool,
     content: Callable[[], dict[str, Any]],
     draw: Callable[[Console], None],
-    picture: Path | None = None,
-    title: str = "",
-    draw_picture: Callable[[Console], None] | None = None,
 ) -> None:
-    """Print a result as JSON or as text on stdout; draw the text, or another, to a picture file if there is one."""
+    """Print a result as JSON or as text on stdout."""
     if as_json:
         typer.echo(json.dumps(content(), indent=2, allow_nan=False))
     else:
         from rich.console import Console
 
         draw(Console(highlight=False))
-    if picture is not None:
-        from seqloom.view import save_picture
-
-        save_picture(picture, title, draw_picture or draw)
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -117,6 +114,15 @@ def check_output(path: Path | None, what: str = "plan", suffixes: tuple[str, ...
     if path.is_dir() or not path.absolute().parent.is_dir():
         wrong = "is a folder" if path.is_dir() else f"needs the folder {str(path.parent)!r}, which does not exist"
         raise SeqloomError(f"{str(path)!r} {wrong}; choose another file")
+
+
+def check_picture(path: Path | None) -> None:
+    """Refuse, before any work, a picture that cannot be written: its name, its folder, or a missing library."""
+    if path is not None:
+        from seqloom.view.picture import FORMATS, check_picture
+
+        check_output(path, "picture", FORMATS)
+        check_picture(path)
 
 
 # Arguments and the installation.
@@ -160,20 +166,29 @@ def launched(ranks: int | None) -> bool:
 
 
 @contextmanager
-def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr, if that is a terminal.
+def progress_bar(total: int | None, description: str) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on stderr; a line every few seconds where that is no terminal.
 
-    Yields a function to call before each of ``total`` steps with its description.
+    Yields a function to call before each of ``total`` steps (None: their number is not known) with its description.
     """
+    done = itertools.count()
     if not sys.stderr.isatty():
-        yield lambda description: None
+        shown = time.monotonic()
+
+        def show(description: str) -> None:
+            nonlocal shown
+            step = next(done)
+            if time.monotonic() - shown >= PROGRESS_S:
+                shown = time.monotonic()
+                typer.echo(f"{description} ({step}{'' if total is None else f' of {total}'} done)", err=True)
+
+        yield show
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
-        done = itertools.count()
         yield lambda description: bar.update(task, completed=next(done), description=description)
 
 

@@ -130,7 +130,7 @@ def verify(
     shared.report(
         json,
         lambda: {**summary, "plans": [asdict(row) for row in rows]},
-        lambda console: _draw_comparisons(console, rows, f"on {described}, {dtype}"),
+        lambda console: draw_comparisons(console, rows, f"on {described}, {dtype}"),
     )
     if not passed:
         raise typer.Exit(1)
@@ -166,7 +166,8 @@ def _verify_batches(
     return rows
 
 
-def _draw_comparisons(console: Console, rows: list[PlanComparison], how: str) -> None:
+def draw_comparisons(console: Console, rows: list[PlanComparison], how: str) -> None:
+    """Draw a line for every plan that was compared with one process."""
     from seqloom.profiling.verify import TOLERANCE
     from seqloom.view.format import table_of
 

@@ -45,10 +45,10 @@ from seqloom.train.host_adamw import cpu_threads, threads_of_rank
 from seqloom.train.model import make_sharded_optimiser, prepare_layers, shard_parameters
 from seqloom.train.trainer import gather_values
 
-REPEATS, TURNS = 3, 3
+REPEATS, TURNS, QUICK_TURNS = 3, 3, 2
 """How often kernels and messages are timed, and how often all trials are; the first turn of them is the slowest."""
-SHORT_STEP_S, SHORT_STEP_REPEATS = 0.25, 3
-"""Steps of fewer seconds are repeated more often in a turn: a delay of the host weighs more in them."""
+SHORT_STEP_S = 0.25
+"""Steps of fewer seconds are repeated, as often as there are turns: a delay of the host weighs more in them."""
 KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_048, 8_192, 32_768, 131_072)}
 """Documents whose kernels are timed; the shortest gives the cost per document, whatever its length."""
 MESSAGE_BYTES = (1 << 12, 1 << 22)
@@ -96,7 +96,13 @@ class Calibrator:
         self._links = "network" if cost.cluster.nodes > 1 else "intra"
 
     def calibrate(
-        self, longest: int, report: Report = lambda text: None, *, widest: int | None = None, stages: int = 1
+        self,
+        longest: int,
+        report: Report = lambda text: None,
+        *,
+        widest: int | None = None,
+        stages: int = 1,
+        quick: bool = False,
     ) -> Calibration:
         """Measure and fit; all ranks call it and get the same.
 
@@ -105,10 +111,14 @@ class Calibrator:
             report: called with what comes next.
             widest: ranks of the largest group that is tried; None: all.
             stages: of the pipeline by which handovers are measured; 1: they are not.
+            quick: try fewer plans, less often, and no documents in pieces; a tenth of the time, twice the error.
         """
         report("kernels, matrix products, messages")
-        start, cost = self._measure_start(), self.cost
-        trials = self._time_trials(list(trial_plans(cost, longest, widest)), report)
+        lengths = KERNEL_LENGTHS[self.device.type]
+        start = self._measure_start([each for each in lengths if not quick or each <= max(longest, lengths[2])])
+        cost = self.cost
+        plans = {plan.hash: plan for plan in trial_plans(cost, longest, widest, quick=quick)}  # small ranks: some alike
+        trials = self._time_trials([*plans.values()], report, QUICK_TURNS if quick else TURNS)
         known = ["matmul", "attention", "tile", "document"]
         if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only the exposed rest counts
             known.append(f"{self._links}.collective.bytes")
@@ -139,23 +149,23 @@ class Calibrator:
         sources = profile.sources | {"alone": source}
         return replace(profile, solo_time_ratio=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
 
-    def _time_trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
+    def _time_trials(self, plans: Sequence[Plan], report: Report, turns: int) -> list[Trial]:
         """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""
         seconds = [inf] * len(plans)
-        for turn in range(TURNS):
+        for turn in range(turns):
             for number, plan in enumerate(plans):
                 if turn == 0:
                     report(f"trial {number + 1} of {len(plans)}: {describe_trial(plan)}")
-                repeats = SHORT_STEP_REPEATS if turn and seconds[number] <= SHORT_STEP_S else 1
+                repeats = turns if turn and seconds[number] <= SHORT_STEP_S else 1
                 seconds[number] = min(seconds[number], *(self.timer.seconds(plan) for _ in range(repeats)))
-            if turn + 1 < TURNS:
-                report(f"all trials again, turn {turn + 2} of {TURNS}")
+            if turn + 1 < turns:
+                report(f"all trials again, turn {turn + 2} of {turns}")
         return [Trial(plan, 1e9 * fastest) for plan, fastest in zip(plans, seconds, strict=True)]
 
-    def _measure_start(self) -> AnalyticProfile:
-        """Return the given profile with the constants that are measured by themselves."""
+    def _measure_start(self, lengths: Sequence[int]) -> AnalyticProfile:
+        """Return the given profile with the constants that are measured by themselves, kernels with these lengths."""
         spec = self.cost.model
-        kernels = self._kernel_times()
+        kernels = self._kernel_times(lengths)
         changes: dict[str, Any] = {
             "matmul_tflops": self._mean(matmul_tflops(spec, self.device, self.dtype)),
             "attention": _curve(kernels.causal, spec, 1.0),
@@ -181,13 +191,12 @@ class Calibrator:
         changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | sources}
         return replace(self.given, **changes, **START_US)
 
-    def _kernel_times(self) -> KernelTimes:
+    def _kernel_times(self, lengths: Sequence[int]) -> KernelTimes:
         """Times of the kernel that this device prefers, the mean over ranks that run at the same time."""
         spec = self.cost.model
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
         self._mean(0.0)  # all ranks begin together
-        lengths = KERNEL_LENGTHS[self.device.type]
-        settings = TimingSettings(lengths, max(lengths), repeats=2)
+        settings = TimingSettings(tuple(lengths), max(lengths), repeats=2)
         [times] = time_kernels([default_dispatcher(self.device)], shape, settings).times
 
         def mean(point: TimePoint) -> TimePoint:
@@ -365,12 +374,12 @@ class GroupLoad(NamedTuple):
     pieces: int = 1  # of every document, one after another in rounds of their own
 
 
-def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Iterator[Plan]:
+def trial_plans(cost: CostModel, longest: int, widest: int | None = None, *, quick: bool = False) -> Iterator[Plan]:
     """Yield plans of equal groups side by side: every power of two as degree, from next to nothing to full ranks.
 
     Full ranks have short documents, middling ones, or the longest (`longest` tokens), and keys that go round a ring or
     are gathered: these differ in the cost of a document and of a token, and plans have all of them. `widest` limits the
-    ranks of a group.
+    ranks of a group. `quick` leaves out documents in pieces and middling loads.
     """
     policies = [policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE]
     if not policies:
@@ -388,20 +397,21 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
             GroupLoad(2 * degree, capacity // 2),
             GroupLoad(max(1, degree * capacity // longest_here), longest_here),
         ]
+        few = (loads[0], loads[3]) if quick else loads
         in_pieces = []
-        if degree == 1:
+        if degree == 1 and not quick:
             in_pieces = [GroupLoad(1, size, pieces=min(size, PIECES)) for size in (longest_here // 8, longest_here)]
         first, *others = (shape for shape in shapes if shape.degree == degree)
         yield from (equal_groups_plan(cost, first, load, policies[0]) for load in (*loads, *in_pieces))
-        for policy in policies if degree == 1 else policies[:1]:  # gradients reduced per round, and per step
+        for policy in policies if degree == 1 else policies[: not quick]:  # gradients reduced per round, and per step
             yield equal_groups_plan(cost, first, GroupLoad(1, TINY * degree, rounds=3), policy)
         narrow = [shape for shape in others if shape.ulysses == 1 and shape.ring in (2, 4)]
         rings = [shape for shape in narrow if shape.method == Method.RING]
         gathers = [shape._replace(method=Method.GATHER) for shape in (first, *rings) if shape.ring > 1]
         for shape in rings:
             yield from (equal_groups_plan(cost, shape, load, policies[0]) for load in (loads[0], loads[2]))
-        for shape in gathers:
-            yield from (equal_groups_plan(cost, shape, load, policies[0]) for load in loads)
+        for shape in gathers[-1:] if quick else gathers:
+            yield from (equal_groups_plan(cost, shape, load, policies[0]) for load in few)
 
 
 def equal_groups_plan(

@@ -1,7 +1,8 @@
-"""Views of plans, simulations and batches with rich: tables and Gantt charts in the terminal, or as an SVG file."""
+"""Views of plans, simulations and batches: tables and Gantt charts in the terminal, pictures in files."""
 
-from seqloom.view.format import save_picture
+from seqloom.view.charts import comparison_picture, plan_picture, schedule_picture
 from seqloom.view.gantt import Gantt, ScheduleChart
+from seqloom.view.picture import Picture, check_picture
 from seqloom.view.tables import (
     LengthHistogram,
     RankChart,
@@ -15,12 +16,16 @@ from seqloom.view.tables import (
 __all__ = [
     "Gantt",
     "LengthHistogram",
+    "Picture",
     "RankChart",
     "ScheduleChart",
     "balance_table",
     "bounds_lines",
+    "check_picture",
+    "comparison_picture",
     "comparison_table",
     "explanation_table",
+    "plan_picture",
     "plan_table",
-    "save_picture",
+    "schedule_picture",
 ]

@@ -1,41 +1,13 @@
-"""What all views share: how numbers and bars are written, the style of tables, and pictures as SVG files."""
+"""What all views share: how numbers and bars are written, and the style of tables."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-PICTURE_WIDTH = 112
-"""Characters; a picture does not know the terminal's width."""
-PICTURE = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>
-.{unique_id}-matrix {{
-    font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace;
-    font-size: {char_height}px;
-    line-height: {line_height}px;
-}}
-.{unique_id}-title {{ font-family: sans-serif; font-size: 18px; font-weight: bold; }}
-{styles}
-</style>
-<defs>
-<clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>
-{lines}
-</defs>
-{chrome}
-<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
-{backgrounds}
-<g class="{unique_id}-matrix">
-{matrix}
-</g>
-</g>
-</svg>
-"""
 
 
 def milliseconds(ns: float) -> str:
@@ -84,18 +56,3 @@ def table_of(columns: Sequence[str], left: Collection[str], folding: str | None 
         justify = "left" if name in left else "right"
         table.add_column(name, justify=justify, no_wrap=not folds, overflow="fold" if folds else "ellipsis")
     return table
-
-
-def save_picture(path: Path, title: str, draw: Callable[[Console], None]) -> None:
-    """Write what `draw` prints on a console to an SVG file, in colour; the file needs no other."""
-    console = Console(
-        record=True,
-        file=io.StringIO(),
-        width=PICTURE_WIDTH,
-        force_terminal=True,
-        color_system="truecolor",
-        legacy_windows=False,
-        highlight=False,
-    )
-    draw(console)
-    console.save_svg(str(path), title=title, code_format=PICTURE, unique_id="seqloom")

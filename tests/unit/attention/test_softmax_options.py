@@ -44,6 +44,15 @@ def test_groups_of_every_shape(name, ulysses, ring, method):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+def test_ranks_whose_query_heads_share_kv_heads_unequally(name):
+    """Of 8 heads on 3 ranks the second has heads 3, 4, 5: one reads kv head 0, two read kv head 1."""
+    options = {**OPTIONS[name], **({"sinks": 2 * SINKS} if "sinks" in OPTIONS[name] else {})}
+    case = Case.one_group(LENGTHS, 8, 2, 8, 3, 1, **options)
+    inputs = case.inputs(torch.float64)
+    check(case, run_ranks(case.world, lambda transport: attend(transport, case, inputs), strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_several_groups_at_once(name):
     groups = (
         Group((0, 1), 1, 2, (Span(0, 0, 17),)),

@@ -40,7 +40,7 @@ def test_text_and_picture_name_the_cost_model_the_gap_and_the_file(run, refused,
     assert result.out.endswith("wrote plan.json\n")
     assert result.err == ""
     assert (folder / "plan.svg").read_text().startswith("<svg")
-    assert "ends in .svg" in refused(f"{PLAN} --picture plan.png")
+    assert "ends in .svg or .png or .pdf" in refused(f"{PLAN} --picture plan.gif")
 
 
 def test_float8_is_priced_and_named(run, refused):

@@ -55,7 +55,7 @@ def test_text_says_how_far_it_is_off(run, monkeypatch):
         ("", "--output machine.json"),
         ("--output machine.txt", "a profile file ends in .json"),
         ("--output m.json --heads 4", "--heads has no meaning with --model"),
-        ("--output m.json --quick", "--quick has no meaning"),
+        ("--output m.json --heads 4", "--heads has no meaning"),
         ("--output m.json --dtype bfloat61", "did you mean bfloat16"),
         ("--output m.json --ranks 3 --cluster 1x2xCPU", "has 2 ranks, the measurement 3"),
         ("--output m.json --sharding half", "unknown sharding"),

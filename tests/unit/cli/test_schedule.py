@@ -53,7 +53,7 @@ def test_what_does_not_fit_in_a_few_blocks_is_drawn_with_marks(run):
 
 def test_a_file_gives_what_the_name_gave(run, folder):
     named = run(f"schedule seq1f1b-zb {SMALL} --pieces 2 --csv s.csv --picture s.svg --json").json
-    assert "pp_rank 0" in (folder / "s.svg").read_text().replace("&#160;", " ")
+    assert "pp_rank 0" in (folder / "s.svg").read_text()
     read = run("schedule --file s.csv --pieces 2 --stages 4 --micro-batches 8 --chunks 1 --json").json
     assert read == named | {"schedule": "s.csv"}
     assert run("schedule mine --file s.csv --pieces 2 --json").json == named | {"schedule": "mine"}
@@ -78,7 +78,7 @@ def test_a_file_gives_what_the_name_gave(run, folder):
         (f"1f1b {SMALL} --memory 0", "--memory 0; a number of micro-batches above 0"),
         (f"balanced {SMALL} --pieces 4 --memory 0.5", "memory for 0.5 micro-batches; all pieces"),
         (f"1f1b {SMALL} --csv s.txt", "a schedule file ends in .csv"),
-        (f"1f1b {SMALL} --picture s.png", "a picture file ends in .svg"),
+        (f"1f1b {SMALL} --picture s.gif", "a picture file ends in .svg"),
         ("--file missing.csv", "cannot use 'missing.csv'"),
     ],
 )

@@ -1,10 +1,8 @@
-"""Numbers, bars and pictures; rich comes with the view, not with the package."""
+"""Numbers and bars; rich comes with the view, not with the package."""
 
-import re
 import subprocess
 import sys
 
-from seqloom.view import save_picture
 from seqloom.view.format import bar, duration, milliseconds, percent, tokens
 
 
@@ -31,16 +29,6 @@ def test_bars():
     assert bar(1, 4) == "████" and bar(0, 4) == "    " and bar(0.5, 4) == "██  "
     assert bar(1e-9, 4) == "▏   " and bar(0.53125, 4) == "██▏ "
     assert bar(0.5, 4, ascii_only=True) == "##  " and bar(1e-9, 4, ascii_only=True) == "#   "
-
-
-def test_a_picture_stands_alone(tmp_path):
-    path = tmp_path / "step.svg"
-    save_picture(path, "a title", lambda console: console.print("[green]weft[/green] and [red]warp[/red]"))
-    text = path.read_text()
-    assert text.startswith("<svg") and text.rstrip().endswith("</svg>")
-    assert "weft" in text and "warp" in text and "a&#160;title" in text.replace(" ", "&#160;")
-    assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"]
-    assert len(set(re.findall(r"fill: (#[0-9a-f]{6})", text))) >= 2  # two colours at least
 
 
 def test_planning_and_simulating_do_not_import_rich():
