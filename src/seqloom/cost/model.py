@@ -22,6 +22,7 @@ from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.shapes import (
     COST_COLUMNS,
     PROBE_CAPACITY,
+    PROBE_LENGTHS,
     STREAMS,
     CostBreakdown,
     CostTables,
@@ -173,10 +174,11 @@ class CostModel:
 
     def _check_prices(self) -> None:
         """Refuse constants and sizes by which a step takes longer than integers of nanoseconds add up."""
-        policy, longest = self.engine.policies[-1], float(CHECKED_TOKENS)
+        policy, longest = self.engine.policies[-1], float(max(CHECKED_TOKENS, self.pad_multiple))
+        lengths = np.maximum(np.array(PROBE_LENGTHS, dtype=np.float64), self.pad_multiple)  # as documents are padded
         with np.errstate(all="ignore"):
-            attention = self.engine.attention_ns(np.array([longest]), self.shapes, policy)[:, 0]
-            for shape, most in zip(self.shapes, attention.tolist(), strict=True):
+            attention = self.engine.attention_ns(lengths, self.shapes, policy) * np.minimum(1, longest / lengths) ** 2
+            for shape, most in zip(self.shapes, attention.max(axis=1).tolist(), strict=True):
                 place = shape, policy, self.aligned_traffic(shape)
                 fixed, tokens = (sum(each(*place).values()) for each in (self.engine.fixed_ns, self.engine.token_ns))
                 if not most + fixed + longest * tokens < MOST_NS:

@@ -187,7 +187,7 @@ class Trainer(AbstractContextManager):
                 return self.leave(step)
             if (save_every and step % save_every == 0) or step == self.setup.steps:
                 self.save_checkpoint(step)
-        self._enter_phase("the end of the run", limited=False)
+        self._enter_phase("the end of the run", on_disk=True)
         # also when no step was left to do, since a crash may have come before this
         state = gather_state_dict(self.adapter.module, self.parameters, self.transport, self.device)
         if self.transport.rank == 0:
@@ -383,7 +383,7 @@ class Trainer(AbstractContextManager):
 
     def save_checkpoint(self, step: int) -> None:
         """Start to write a checkpoint: parameters, optimiser state, sampler cursor, config and strategies."""
-        self._enter_phase(f"checkpoint of step {step}", limited=False)  # the disk may still be busy with the one before
+        self._enter_phase(f"checkpoint of step {step}", on_disk=True)  # the disk may still be busy with the one before
         strategies = [strategy.as_dict() for strategy in self.setup.planners.strategies]
         extra: dict[str, Any] = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
         extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due}
