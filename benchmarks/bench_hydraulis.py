@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from common import Check, K, options, progress, show, show_checks
-from hydraulis_constants import published_model
+from hydraulis_constants import GPUS, NODE, exposed_ns, moved_ns, published_model
 from record import write
 
 from seqloom.describe import lengths_from
@@ -32,11 +32,10 @@ from seqloom.planners.hydraulis.propose import propose
 from seqloom.planners.hydraulis.strategy import ParallelConfig, Strategy, place_pipelines
 from seqloom.planners.packing import first_fit
 
-GPUS, NODE, TOKENS = 64, 8, 200_000
+TOKENS = 200_000
 SHOWN = ("s", "hidden_s", "choose_ms", "choose_ms_most")
 TARGETS = {32 * K: 5.11, 16 * K: 4.63}  # seconds, the replay's last rung
 COSTS = published_model("32b").costs()
-PARAMETERS, CARD_BYTES_NS, BUNDLES = 32.1e9, 25.0, 62
 PUBLISHED = ("16x1x4", "16x1x1 8x3x2", "16x1x1 8x1x6", "16x1x1 4x1x12", "8x3x1 4x1x10", "8x1x1 4x1x14", "4x2x8")
 
 
@@ -67,28 +66,12 @@ def fixed_packing_s(step: np.ndarray, context: int) -> float:
     return max(sum(packs[k::4]) for k in range(4)) / 1e9
 
 
-def moved_ns(chosen: Strategy) -> tuple[int, int]:
-    """(parameters in, gradients out) of the fullest GPU, ns on its nic."""
-    held = PARAMETERS / min(pipe.parallel.tensor * pipe.parallel.stages for pipe in chosen.pipelines)
-    away = held * (GPUS - NODE) / GPUS
-    return round(2 * away / CARD_BYTES_NS), round(4 * away / CARD_BYTES_NS)
-
-
-def exposed_ns(chosen: Strategy, step_ns: int) -> int:
-    """ns that bundles do not hide: the first one, and what exceeds forward or backward."""
-    return sum(
-        round(moved / BUNDLES + max(0.0, moved - moved / BUNDLES - share * step_ns))
-        for moved, share in zip(moved_ns(chosen), (1 / 3, 2 / 3), strict=True)
-    )
-
-
 def dynamic(
     steps: list[np.ndarray], listed: Sequence[Strategy], switch: Any = None, charge_largest: bool = False
 ) -> dict[str, Any]:
     """Mean seconds with the best of a list at every step, and what choosing took."""
-    rank_strategies(
-        steps[0], listed, COSTS, switch, most=1, charge_largest=charge_largest
-    )  # loads, and compiles where that is installed
+    # The first call loads, and compiles where that is installed.
+    rank_strategies(steps[0], listed, COSTS, switch, most=1, charge_largest=charge_largest)
     found, spent = [], []
     for step in steps:
         begin, busy = time.perf_counter(), time.process_time()
