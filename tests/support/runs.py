@@ -165,7 +165,9 @@ def leave_when_asked_twice(process: RankProcess, folder: str) -> int:
     return len(heard)
 
 
-def be_stuck(folder: Path, phase: str, timeout_s: float, in_steps: bool, numbers: Iterable[int]) -> None:
+def be_stuck(
+    folder: Path, phase: str, timeout_s: float, in_steps: bool, numbers: Iterable[int], on_disk: bool = False
+) -> None:
     """Be a rank under a watchdog in a call that never returns, and get signals there."""
 
     def report(text: str) -> None:
@@ -173,7 +175,7 @@ def be_stuck(folder: Path, phase: str, timeout_s: float, in_steps: bool, numbers
 
     receive_signals()  # the server that this is a fork of may have been started without them
     with Watchdog(4, timeout_s, folder, report) as watchdog:
-        watchdog.enter_phase(phase, details=lambda: "at action 1F3")
+        watchdog.enter_phase(phase, on_disk=on_disk, details=lambda: "at action 1F3")
         if in_steps:
             watchdog.begin_steps()
         for index, number in enumerate(numbers):

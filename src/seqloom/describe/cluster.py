@@ -215,7 +215,7 @@ def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
 
 def _check_size(nodes: int, gpus_per_node: int) -> None:
     """Refuse a cluster that is too large to plan for, before anything is made of its size."""
-    if nodes * gpus_per_node > MAX_RANKS:
+    if max(nodes, 1) * max(gpus_per_node, 1) > MAX_RANKS:
         raise SeqloomError(
             f"a cluster of {nodes:,} nodes with {gpus_per_node:,} GPUs each; plans are made for {MAX_RANKS:,} GPUs at "
             "most"

@@ -24,6 +24,8 @@ START_S = 600.0
 """Seconds that ranks may take to start and connect, whatever run.timeout_s is."""
 EXIT_FAILED = 2
 """Exit code of a rank that could not continue."""
+DISK_FACTOR = 3
+"""How many times as long as for each other ranks wait where a disk is what they wait for."""
 _POLL_S = 1.0
 _LATE_S = 25.0
 """Seconds after a signal to leave at which a step that has not ended is reported: torchrun and Slurm kill after 30."""
@@ -45,7 +47,7 @@ class Watchdog:
     def __init__(self, ranks: int, timeout_s: float, checkpoints: Path, report: Callable[[str], None]) -> None:
         """Allow `timeout_s` from one `enter_phase` to the next; `report` is called from the watchdog's thread."""
         self._ranks, self._timeout_s, self._checkpoints, self._report = ranks, timeout_s, checkpoints, report
-        self._phase = ""
+        self._phase, self._on_disk = "", False
         self._details: Callable[[], str] = str
         self._deadline = time.monotonic() + max(timeout_s, START_S)
         self._has_steps = self._has_finished = False
@@ -53,15 +55,19 @@ class Watchdog:
         self._signals: SignalPipe | None = None
         self.asked_to_leave = False
 
-    def enter_phase(self, phase: str, *, limited: bool = True, details: Callable[[], str] = str) -> None:
-        """Note what comes now, and start the clock again, unless the phase is not `limited`: it waits for a disk only.
+    def enter_phase(self, phase: str, *, on_disk: bool = False, details: Callable[[], str] = str) -> None:
+        """Note what comes now, and start the clock again; a phase that waits for a disk may take `DISK_FACTOR` as long.
 
         `details` returns how far the phase has come; it is called from another thread.
         """
         if self._signals is not None:
             self._signals.install_handlers()
-        self._phase, self._details = phase, details
-        self._deadline = time.monotonic() + self._timeout_s if limited else inf
+        self._phase, self._details, self._on_disk = phase, details, on_disk
+        self._deadline = time.monotonic() + self._limit_s
+
+    @property
+    def _limit_s(self) -> float:
+        return self._timeout_s * (DISK_FACTOR if self._on_disk else 1)
 
     def begin_steps(self) -> None:
         """Note that steps follow, whose result a process that ends at once would lose."""
@@ -102,8 +108,8 @@ class Watchdog:
         while True:
             now = time.monotonic()
             if now >= self._deadline:
-                self._end(self._lost_rank_message(f"nothing has moved for {self._timeout_s:g} s", self._details()))
-            if now >= self._asked_at + _LATE_S and self._deadline < inf and not self._has_finished:
+                self._end(self._lost_rank_message(f"nothing has moved for {self._limit_s:g} s", self._details()))
+            if now >= self._asked_at + _LATE_S and not self._on_disk and not self._has_finished:
                 self._report(self._late_message())
                 self._asked_at = inf
             for number in signals.read(min(self._deadline - now, _POLL_S)):
@@ -138,6 +144,9 @@ class Watchdog:
         latest = latest_checkpoint(self._checkpoints)
         return f"{f'{latest} is intact' if latest else 'There is no checkpoint yet'}: run the same command to go on"
 
+    def _disk_limit(self) -> str:
+        return f", and {self._limit_s:g} s for a disk" if self._on_disk else ""
+
     def _late_message(self) -> str:
         return (
             f"{self._phase}: has not ended {_LATE_S:g} s after a signal to leave; a rank may have died, and launchers "
@@ -147,7 +156,7 @@ class Watchdog:
     def _lost_rank_message(self, reason: str, details: str = "") -> str:
         return (
             f"{self._phase or 'the start of the run'}: one of {self._ranks} ranks has died or hangs ({reason}); ranks "
-            f"wait at most run.timeout_s = {self._timeout_s:g} s for each other. {self._intact()}"
+            f"wait at most run.timeout_s = {self._timeout_s:g} s for each other{self._disk_limit()}. {self._intact()}"
             + (f"\n{details}" if details else "")
         )
 

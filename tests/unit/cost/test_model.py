@@ -1,10 +1,12 @@
 """The cost model as a whole: capacity, submeshes, tensor parallel degrees, and what it refuses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from seqloom.api import cost_model
-from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost import CostModel, MemoryPolicy, Profile
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -40,6 +42,12 @@ def test_memory_is_the_limit_anyway():
 def test_a_capacity_below_a_token_is_refused():
     with pytest.raises(SeqloomError, match="a capacity of 0 tokens; give 1 or more"):
         cost_model("1x4xH200", "llama3-8b", capacity=0)
+
+
+def test_documents_padded_beyond_what_integers_of_nanoseconds_hold_are_refused():
+    profile = replace(Profile.load("flexsp-a100"), pad_multiple=2**31)
+    with pytest.raises(SeqloomError, match="a document of 2,147,483,648 tokens of gpt-7b takes more than 1,125,900 s"):
+        CostModel(Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b"), profile)
 
 
 def test_submeshes_are_built_once(small):

@@ -84,6 +84,7 @@ def test_odd_sizes_have_a_nic_for_every_gpu():
         ("8x0xH100", "gpus_per_node = 0; it must be positive"),
         ("0x8xH100", "nodes = 0"),
         ("100000000000x8xH100", "100,000,000,000 nodes with 8 GPUs each; plans are made for 32,768 GPUs at most"),
+        ("1000000x8xH100", "1,000,000 nodes with 8 GPUs each; plans are made for 32,768 GPUs at most"),
         ("8x100000000000xH100", "8 nodes with 100,000,000,000 GPUs each"),
         ("H100", "unknown cluster 'H100'"),
         ("nowhere.toml", "does not exist"),
@@ -92,6 +93,12 @@ def test_odd_sizes_have_a_nic_for_every_gpu():
 def test_bad_spellings_are_refused(text, message):
     with pytest.raises(SeqloomError, match=message):
         Cluster.parse(text)
+
+
+@pytest.mark.parametrize("sizes", [(-1, 10**12), (10**12, -1), (0, 10**12)])
+def test_a_size_that_is_not_positive_hides_no_other(parse, sizes):
+    with pytest.raises(SeqloomError, match="plans are made for 32,768 GPUs at most"):
+        parse({**SHORT, "nodes": sizes[0], "gpus_per_node": sizes[1]})
 
 
 def test_short_file(parse):

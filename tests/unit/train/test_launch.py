@@ -79,10 +79,13 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     other = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert other.stdout.readline() == b"locked\n"
+        partial = tmp_path / "checkpoints" / ".step-00000005.partial-1"  # that the other run is writing
+        partial.mkdir(parents=True)
         config = Config.load(RECIPE, [*SMALL, f"run.output={tmp_path}"])
         with pytest.raises(SeqloomError, match=rf"in use by process {other.pid} on {socket.gethostname()}, since"):
             launch.train_on_processes(config, 2)
-        assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE], "nothing else is written"
+        found = sorted(path.name for path in tmp_path.rglob("*"))
+        assert found == [LOCK_FILE, partial.name, "checkpoints"], "nothing is written, and nothing removed"
     finally:
         other.kill()
         other.wait()

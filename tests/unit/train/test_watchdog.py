@@ -153,3 +153,15 @@ def test_a_rank_that_is_stuck_in_a_call_speaks_and_ends(fork_server, tmp_path, l
     said = (tmp_path / "said").read_text()
     assert words in said
     assert ("one of 4 ranks" not in said) or said.endswith("to go on\nat action 1F3")
+
+
+def test_a_rank_that_waits_for_a_disk_has_a_limit_too(fork_server, tmp_path):
+    """Another rank may have stopped where all write a checkpoint: no message between them runs into a limit there."""
+    process = get_context("forkserver").Process(target=be_stuck, args=(tmp_path, "checkpoint", 0.4, True, [], True))
+    start = time.monotonic()
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == EXIT_FAILED and time.monotonic() - start > 1.2
+    said = (tmp_path / "said").read_text()
+    assert "(nothing has moved for 1.2 s)" in said
+    assert "run.timeout_s = 0.4 s for each other, and 1.2 s for a disk." in said
