@@ -2,8 +2,8 @@
 
 The ladder: fixed-length packing on {16x1 x 4} (tensor x stages x pipelines; first fit decreasing to the context, packs
 dealt in turn), two-stage assignment on the same strategy, the best of the published list of seven strategies at every
-step, and the best of a list proposed from other documents of the same source. Documents longer than the context are cut
-to it, the last of a step to the token budget.
+step, and the best of a list proposed from other documents of the same source, under the same switch cost. Documents
+longer than the context are cut to it, the last of a step to the token budget.
 
 Prices: c + sum(a s^2 + b s) per micro-batch and stage. `published clock`: every micro-batch counts like its pipeline's
 largest, as in the published planner and in the replay that the targets come from (7.98, 6.25, 5.11 s and 6.45, 5.74,
@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from common import Check, K, options, progress, show, show_checks
-from hydraulis_constants import published_model
+from hydraulis_constants import GPUS, NODE, exposed_ns, moved_ns, published_model
 from record import write
 
 from seqloom.describe import lengths_from
@@ -32,11 +32,10 @@ from seqloom.planners.hydraulis.propose import propose
 from seqloom.planners.hydraulis.strategy import ParallelConfig, Strategy, place_pipelines
 from seqloom.planners.packing import first_fit
 
-GPUS, NODE, TOKENS = 64, 8, 200_000
+TOKENS = 200_000
 SHOWN = ("s", "hidden_s", "choose_ms", "choose_ms_most")
 TARGETS = {32 * K: 5.11, 16 * K: 4.63}  # seconds, the replay's last rung
 COSTS = published_model("32b").costs()
-PARAMETERS, CARD_BYTES_NS, BUNDLES = 32.1e9, 25.0, 62
 PUBLISHED = ("16x1x4", "16x1x1 8x3x2", "16x1x1 8x1x6", "16x1x1 4x1x12", "8x3x1 4x1x10", "8x1x1 4x1x14", "4x2x8")
 
 
@@ -67,28 +66,12 @@ def fixed_packing_s(step: np.ndarray, context: int) -> float:
     return max(sum(packs[k::4]) for k in range(4)) / 1e9
 
 
-def moved_ns(chosen: Strategy) -> tuple[int, int]:
-    """(parameters in, gradients out) of the fullest GPU, ns on its nic."""
-    held = PARAMETERS / min(pipe.parallel.tensor * pipe.parallel.stages for pipe in chosen.pipelines)
-    away = held * (GPUS - NODE) / GPUS
-    return round(2 * away / CARD_BYTES_NS), round(4 * away / CARD_BYTES_NS)
-
-
-def exposed_ns(chosen: Strategy, step_ns: int) -> int:
-    """ns that bundles do not hide: the first one, and what exceeds forward or backward."""
-    return sum(
-        round(moved / BUNDLES + max(0.0, moved - moved / BUNDLES - share * step_ns))
-        for moved, share in zip(moved_ns(chosen), (1 / 3, 2 / 3), strict=True)
-    )
-
-
 def dynamic(
     steps: list[np.ndarray], listed: Sequence[Strategy], switch: Any = None, charge_largest: bool = False
 ) -> dict[str, Any]:
     """Mean seconds with the best of a list at every step, and what choosing took."""
-    rank_strategies(
-        steps[0], listed, COSTS, switch, most=1, charge_largest=charge_largest
-    )  # loads, and compiles where that is installed
+    # The first call loads, and compiles where that is installed.
+    rank_strategies(steps[0], listed, COSTS, switch, most=1, charge_largest=charge_largest)
     found, spent = [], []
     for step in steps:
         begin, busy = time.perf_counter(), time.process_time()
@@ -108,22 +91,35 @@ def dynamic(
 def ladder(lengths: np.ndarray, context: int, count: int) -> dict[str, Any]:
     """All rungs of one context."""
     steps = cut_steps(lengths, context, count)
-    listed, begin = [strategy(text) for text in PUBLISHED], time.process_time()
+    listed = [strategy(text) for text in PUBLISHED]
     others = np.minimum(lengths[len(lengths) // 2 :][: 2500 * count], context)
-    proposed = propose(others, COSTS, GPUS, NODE, tokens_per_step=TOKENS)
-    took = time.process_time() - begin
+    proposals: dict[str, list[str]] = {}
+    took = 0.0
     rungs: dict[str, Any] = {
         "fixed packing": {"s": float(np.mean([fixed_packing_s(step, context) for step in steps]))},
         "two-stage, published clock": dynamic(steps, listed[:1], charge_largest=True),
         "published list, published clock": dynamic(steps, listed, charge_largest=True),
         "two-stage": dynamic(steps, listed[:1]),
     }
-    for name, own in (("published list", listed), ("proposed list", proposed)):
-        constant = [0 if str(each) == str(listed[0]) else 300_000_000 for each in own]
-        rungs[name] = dynamic(steps, own)
-        rungs[f"{name}, 300 ms a switch"] = dynamic(steps, own, constant)
-        rungs[f"{name}, bytes, nothing hidden"] = dynamic(steps, own, [sum(moved_ns(each)) for each in own])
-    return {"context": context, "proposed": list(map(str, proposed)), "propose_s": took, "rungs": rungs}
+    charges: dict[str, Callable[[Strategy], int]] = {
+        "": lambda _: 0,
+        ", 300 ms a switch": lambda each: 0 if str(each) == str(listed[0]) else 300_000_000,
+        ", bytes, nothing hidden": lambda each: sum(moved_ns(each)),
+    }
+    for charge, switch_ns in charges.items():
+        rungs[f"published list{charge}"] = dynamic(steps, listed, list(map(switch_ns, listed)))
+        begin = time.process_time()
+        proposed = propose(others, COSTS, GPUS, NODE, tokens_per_step=TOKENS, switch_ns=switch_ns)
+        took = max(took, time.process_time() - begin)
+        proposals[f"proposed list{charge}"] = list(map(str, proposed))
+        rungs[f"proposed list{charge}"] = dynamic(steps, proposed, list(map(switch_ns, proposed)))
+    return {"context": context, "proposed": proposals, "propose_s": took, "rungs": rungs}
+
+
+def list_ratios(rungs: dict[str, Any]) -> dict[str, float]:
+    """Time with our list / with the published one, for every switch cost."""
+    charges = [name.removeprefix("proposed list") for name in rungs if name.startswith("proposed list")]
+    return {charge: rungs[f"proposed list{charge}"]["s"] / rungs[f"published list{charge}"]["s"] for charge in charges}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -140,6 +136,11 @@ def main(argv: list[str] | None = None) -> None:
     times = {each["context"]: each["rungs"]["published list, published clock"]["s"] for each in found}
     checks = [Check(f"{c // K}K, published list and clock, s", s, TARGETS[c]) for c, s in times.items()]
     most = max(r.get("choose_ms_most", 0.0) for f in found for r in f["rungs"].values())
+    checks += [
+        Check(f"{each['context'] // K}K{charge}: proposed / published list", ratio, 1.0)
+        for each in found
+        for charge, ratio in list_ratios(each["rungs"]).items()
+    ]
     checks.append(Check("choosing and assigning a step, processor ms at most", most, 50))
     show_checks(checks)
     write(arguments.out, __file__, arguments, {"contexts": found}, checks, gpu=False)

@@ -1,4 +1,7 @@
-"""Published constants of Hydraulis: costs of parallel configs, and the memory formula of the longest micro-batch."""
+"""Published constants of Hydraulis: costs of parallel configs, and the memory formula of the longest micro-batch.
+
+What a switch of strategies moves is ours: bf16 parameters in and float32 gradients out, on one nic of each GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from seqloom.errors import unknown_name
-from seqloom.planners.hydraulis.strategy import ConfigCost, ParallelConfig
+from seqloom.planners.hydraulis.strategy import ConfigCost, ParallelConfig, Strategy
 
 MIB = 1024**2
+GPUS, NODE = 64, 8
+PARAMETERS, CARD_BYTES_NS, BUNDLES = 32.1e9, 25.0, 62
 ROUNDED_TO = 128
 """Tokens: longest lengths are rounded down to a multiple of this."""
 
@@ -90,3 +95,18 @@ def _model(entry: dict[str, Any]) -> PublishedModel:
         "configs": rows,
     }
     return PublishedModel(**{key: value for key, value in (entry | own).items() if key != "schemes"})
+
+
+def moved_ns(chosen: Strategy) -> tuple[int, int]:
+    """(parameters in, gradients out) of the fullest GPU, ns on its nic."""
+    held = PARAMETERS / min(pipe.parallel.tensor * pipe.parallel.stages for pipe in chosen.pipelines)
+    away = held * (GPUS - NODE) / GPUS
+    return round(2 * away / CARD_BYTES_NS), round(4 * away / CARD_BYTES_NS)
+
+
+def exposed_ns(chosen: Strategy, step_ns: int) -> int:
+    """ns that bundles do not hide: the first one, and what exceeds forward or backward."""
+    return sum(
+        round(moved / BUNDLES + max(0.0, moved - moved / BUNDLES - share * step_ns))
+        for moved, share in zip(moved_ns(chosen), (1 / 3, 2 / 3), strict=True)
+    )

@@ -19,6 +19,7 @@ from seqloom.plan import Checkpoint
 from seqloom.train.config import Config
 from seqloom.train.logging import PHASES, read_steps
 from seqloom.train.model import build_reference
+from support.perfetto import check_trace
 from support.tiny_specs import TINY
 
 pytestmark = pytest.mark.distributed
@@ -96,7 +97,7 @@ def test_float8_learns_as_bfloat16_does_and_resumes(place):
 @pytest.fixture(scope="module")
 def whole(seqloom_here, place):
     """A run on two ranks from beginning to end."""
-    return trained(seqloom_here, place, "whole", "--ranks", "2")
+    return trained(seqloom_here, place, "whole", "--ranks", "2", log__trace="[2]")
 
 
 def test_the_loss_falls_and_the_summary_says_so(whole):
@@ -105,6 +106,23 @@ def test_the_loss_falls_and_the_summary_says_so(whole):
     assert (summary["first_loss"], summary["final_loss"]) == (losses[0], losses[-1])
     assert losses[-1] < losses[0]
     assert summary["tokens_per_second"] > 0 and summary["measured_ms"] > 0 and summary["predicted_ms"] > 0
+
+
+def test_the_trace_of_a_step_has_what_was_simulated_and_what_every_rank_did(place, whole):
+    content = json.loads((place / "whole" / "trace-2.json").read_text())
+    assert not (place / "whole" / "trace-1.json").exists()
+    slices = [event for own in check_trace(content).values() for event in own]
+    record = read_steps(place / "whole" / "metrics.jsonl")[1]
+    assert content["otherData"]["title"] == f"step 2, plan {record.plan_hash[:12]}"
+    predicted = max(event["ts"] + event["dur"] for event in slices if event["cat"] == "predicted")
+    assert predicted / 1e3 == pytest.approx(record.predicted_ms, rel=1e-6)
+    measured = [event for event in slices if event["cat"] == "measured"]
+    assert {"bind", "0F0", "0B0", "optimiser"} <= {event["name"] for event in measured}
+    assert len({event["tid"] for event in measured}) == 2
+    phases = {"forward_ms": "0F", "backward_ms": "0B", "optimiser_ms": "optimiser"}
+    for phase, name in phases.items():  # phases are means over the two ranks
+        spent = sum(event["dur"] for event in measured if event["name"].startswith(name))
+        assert spent / 2e3 == pytest.approx(getattr(record, phase), rel=1e-3)
 
 
 def test_an_optimiser_in_host_memory_changes_nothing(seqloom_here, place, whole):

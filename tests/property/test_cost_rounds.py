@@ -1,5 +1,6 @@
 """Rounds in which ranks are in several groups: rank composition, NICs and links, routes, remapping."""
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,7 @@ from seqloom.layout import Layout, Span
 from seqloom.plan import Checkpoint, Method, Reduce, Remap, StageMicroBatch
 
 FULL = MemoryPolicy(Checkpoint.FULL, Reduce.STEP)
+MODELS = ("llama3-8b", "qwen3-30b-a3b")
 
 
 @cache
@@ -33,7 +35,10 @@ def part(times, name):
 @st.composite
 def rounds(draw):
     """Draw a cost model and a round: groups of any shape anywhere, sharing ranks, some routed."""
-    cost = cost_of(draw(st.sampled_from(["2x4xH200", "3x2xA800", "2x8xA800", "2x1xH200"])))
+    cost = cost_of(
+        draw(st.sampled_from(["2x4xH200", "3x2xA800", "2x8xA800", "2x1xH200"])), draw(st.sampled_from(MODELS))
+    )
+    cost = cost.with_expert(draw(st.sampled_from(cost.expert_degrees)))
     groups, documents = [], 0
     for _ in range(draw(st.integers(1, 6))):
         shape = draw(st.sampled_from(cost.engine.shapes))
@@ -55,11 +60,11 @@ def composed(cost, work, policy):
             own[rank].append((group, parts))
     times = [0] * cost.ranks
     for rank, entries in own.items():
-        lane0 = sum(p.linear + p.head + p.attention + p.steps + p.ulysses + p.kv_gather for _, p in entries)
+        lane0 = sum(p.linear + p.head + p.attention + p.steps + p.ulysses + p.kv_gather + p.expert for _, p in entries)
         exposed = sum(max(0, p.ring - p.attention - p.steps) for _, p in entries)
         filler = sum(p.attention for group, p in entries if len(group.ranks) == 1)
-        once = max(p.fixed for _, p in entries)
-        network = sum(p.network for _, p in entries)
+        once = max(p.fixed for _, p in entries) + max(p.expert_latency for _, p in entries)
+        network = sum(p.network + p.expert_network for _, p in entries)
         behind = max(p.gather for _, p in entries) + max(p.reduce for _, p in entries) + network
         times[rank] = max(once + lane0 + max(0, exposed - filler), behind)
     return times
@@ -96,6 +101,7 @@ def test_cards_carry_all_bytes_that_leave(drawn):
         message = links.ulysses_bytes(shape, work.checkpoint) / u * tokens
         expected += far * message / rate(cost, "all_to_all") if u > 1 else 0.0
         expected += shared_ns(cost, group, node, shape, work.checkpoint)
+        expected += dispatched_ns(cost, group, work.checkpoint)
     found = int(round_times(cost, work, policy).nic_ns.sum())
     rounding = sum(len(group.ranks) * (len(group.spans) + 1) for group in work.groups) * 8
     assert found == pytest.approx(expected, rel=1e-6, abs=rounding)
@@ -114,6 +120,22 @@ def shared_ns(cost, group, node, shape, checkpoint):
     passes = 3 if checkpoint == Checkpoint.FULL else 2
     copies = sum(len(set(far) if group.route else far) for far in peers)
     return (2 * passes * copies + 4 * sum(map(len, peers))) * held / rate(cost, "collective")
+
+
+def dispatched_ns(cost, group, checkpoint):
+    """ns of tokens to experts of other nodes and back on nics, all nics together."""
+    model, total = cost.model, 0.0
+    if cost.expert == 1:
+        return 0.0
+    others = math.comb(model.experts - model.experts // cost.expert, model.active_experts)
+    reached = 1 - others / math.comb(model.experts, model.active_experts)
+    moves = 6 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 4
+    for rank in group.ranks:
+        first, size = rank // cost.expert * cost.expert, cost.cluster.gpus_per_node
+        far = sum(peer // size != rank // size for peer in range(first, first + cost.expert))
+        values = far * reached * moves * len(model.moe_layers) * model.hidden * group.tokens / len(group.ranks)
+        total += cost.profile.expert_imbalance * 2 * values / rate(cost, "all_to_all")
+    return total
 
 
 def rate(cost, kind):

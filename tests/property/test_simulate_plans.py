@@ -10,21 +10,23 @@ from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.plan_cost import round_times
+from seqloom.cost.shapes import COST_COLUMNS
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import PlanError
 from seqloom.layout import Span
 from seqloom.plan import ActionKind, Pipeline, Plan, Round, Sharding, StageMicroBatch
 from seqloom.simulate import DeadlockError, simulate
-from support.strategies import plans
+from support.strategies import MIXTURE, plans
 from support.strategies_groups import lighter_layers, offloaded_layers
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 WORKING = {F, B, ActionKind.I, W}
+SMALL = ModelSpec.load("qwen2.5-0.5b")
 
 
 @cache
-def cost_of(nodes, gpus, sharding):
-    return CostModel(Cluster.of(nodes, gpus, "H200"), ModelSpec.load("qwen2.5-0.5b"), sharding=sharding)
+def cost_of(nodes, gpus, sharding, spec):
+    return CostModel(Cluster.of(nodes, gpus, "H200"), spec, sharding=sharding)
 
 
 @cache
@@ -45,7 +47,9 @@ def one_stage(draw):
     sharding = draw(st.sampled_from(Sharding))
     additive = sharding not in (Sharding.NONE, Sharding.FREE) and draw(st.booleans())
     nodes = draw(st.integers(1, 3))
-    cost = published(nodes, sharding) if additive else cost_of(nodes, draw(st.integers(1, 4)), sharding)
+    spec = draw(st.sampled_from((SMALL, MIXTURE)))
+    cost = published(nodes, sharding) if additive else cost_of(nodes, draw(st.integers(1, 4)), sharding, spec)
+    cost = cost.with_expert(draw(st.sampled_from(cost.expert_degrees)))
     reduce = draw(st.sampled_from(sorted({policy.reduce for policy in cost.policies})))
     kept = [policy.checkpoint for policy in cost.policies if policy.reduce == reduce]
     documents, rounds = [], []
@@ -59,7 +63,7 @@ def one_stage(draw):
             documents += lengths
             groups.append(cost.group(shape, range(first, first + shape.degree), spans))
         rounds.append(Round((StageMicroBatch(tuple(groups), draw(st.sampled_from(kept))),)))
-    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
+    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce, expert=cost.expert)
     limits = cost.limits(reduce)
     return Plan(limits, sharding, reduce, tuple(documents), (pipeline,), "drawn"), cost
 
@@ -79,14 +83,16 @@ def test_one_stage_takes_exactly_the_closed_form(drawn):
     ]
     parts = [(group.degree, cost.group_cost(group, policy)) for group, policy in groups]
     works = [current.by_stage[0] for current in plan.pipelines[0].rounds]
-    times = [round_times(cost, work, MemoryPolicy(work.checkpoint, plan.reduce)).rank_ns.sum() for work in works]
-    assert found.busy_ns.sum() + found.comm_ns.sum() == sum(times) + cost.ranks * found.end_ns
+    times = [round_times(cost, work, MemoryPolicy(work.checkpoint, plan.reduce)) for work in works]
+    working = sum(each.rank_ns.sum() for each in times)
+    assert found.busy_ns.sum() + found.comm_ns.sum() == working + cost.ranks * found.end_ns
     if not entry_has_streams(parts):
         slack = sum(degree for degree, _ in parts)  # a rank in several groups: at most 1 ns each
         ends = [cost.engine.step_overhead(policy) for _, policy in groups]
         computing = {round(ns) - round(communication) for ns, communication in ends}
         end = (found.end_ns - max(computing)) * cost.ranks
-        exchanged = sum(degree * (entry.ulysses + entry.kv_gather) for degree, entry in parts)
+        exchanged = sum(degree * (entry.ulysses + entry.kv_gather + entry.expert) for degree, entry in parts)
+        exchanged += sum(int(each.parts[:, COST_COLUMNS.index("expert_latency")].sum()) for each in times)
         assert abs(found.comm_ns.sum() - end - exchanged) <= slack
 
 

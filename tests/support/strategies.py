@@ -272,6 +272,14 @@ def batches(draw: st.DrawFn, *, max_documents: int = 60, longest: int = 60_000) 
     return lengths
 
 
+MIXTURE = ModelSpec(
+    **{"name": "small-moe", "layers": 12, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 2048},
+    **{"gated": True, "vocabulary": 32_000, "tied": True},
+    **{"experts": 24, "active_experts": 4, "expert_ffn": 512, "shared_ffn": 512, "moe_layers": tuple(range(1, 12))},
+)
+"""A model whose experts many degrees divide."""
+
+
 @st.composite
 def cost_models(
     draw: st.DrawFn, *, max_nodes: int = 4, max_ranks: int = 32, published: bool | None = None
@@ -291,14 +299,16 @@ def cost_models(
     tier = draw(st.integers(0, 3))
     if published:
         return roomy_cost_model(f"{nodes}x{gpus}xA100-40G", "gpt-7b", "flexsp-a100", sharding, tier)
-    model = draw(st.sampled_from(("qwen3-0.6b", "qwen3-4b", "llama3-8b", "minicpm3-4b")))
-    return roomy_cost_model(f"{nodes}x{gpus}x{draw(st.sampled_from(('H100', 'H200')))}", model, None, sharding, tier)
+    model = draw(st.sampled_from(("qwen3-0.6b", "qwen3-4b", "llama3-8b", "minicpm3-4b", MIXTURE.name)))
+    cluster = f"{nodes}x{gpus}x{draw(st.sampled_from(('H100', 'H200')))}"
+    found = roomy_cost_model(cluster, model, None, sharding, tier)
+    return found.with_expert(draw(st.sampled_from(found.expert_degrees)))
 
 
 @lru_cache(maxsize=1024)
 def roomy_cost_model(cluster: str, model: str, profile: str | None, sharding: str, tier: int) -> CostModel:
     """The cost model of the ``tier``-th of a list of budgets that hold the model at all, or of the largest."""
-    parts = (Cluster.parse(cluster), ModelSpec.load(model), profile, sharding)
+    parts = (Cluster.parse(cluster), MIXTURE if model == MIXTURE.name else ModelSpec.load(model), profile, sharding)
     found: list[CostModel] = []
     for budget in (14.0, 24.0, 40.0, 75.0, 130.0, 150.0, 260.0):
         try:

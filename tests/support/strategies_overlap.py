@@ -40,7 +40,8 @@ def overlapping_plans(draw: st.DrawFn, cost: CostModel, lengths: Sequence[int]) 
     remapped = cost.shard_group_size > 1 and not isinstance(cost.profile, AdditiveProfile) and draw(st.booleans())
     remap = draw(st.sampled_from(Remap))
     works = [_work(cost, policy, groups, remap if remapped else None) for policy, _, groups in rounds]
-    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, [Round((work,)) for work in works], reduce)
+    rounds_of_plan = [Round((work,)) for work in works]
+    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds_of_plan, reduce, expert=cost.expert)
     return Plan(cost.limits(reduce), cost.sharding, reduce, tuple(map(int, lengths)), (pipeline,), "drawn")
 
 
@@ -74,7 +75,7 @@ def _work(cost: CostModel, policy: MemoryPolicy, groups: list[Group], remap: Rem
         return plain
     attention = plain.attention_layout()
     times = round_times(cost, plain, policy)
-    linear = times.parts[:, columns(("linear", "head"))].sum(axis=1)
+    linear = times.parts[:, columns(("linear", "head", "expert"))].sum(axis=1)
     held = np.bincount(attention.rank, attention.sizes, cost.ranks).astype(np.int64)
     token_ns = max(1, int(linear.sum() // held.sum()))
     shard_groups = [

@@ -61,6 +61,7 @@ def plan(
     tokenizer: shared.Tokenizer = None,
     out: Out = None,
     picture: shared.Picture = None,
+    trace: shared.Trace = None,
     seed: shared.Seed = 0,
     json: shared.AsJson = False,
     view: Annotated[bool, Option("--view", help="Draw the lengths and the timeline as well.")] = False,
@@ -77,8 +78,9 @@ def plan(
 
     shared.check_output(out)
     shared.check_picture(picture)
+    shared.check_output(trace, "trace", (".json",))
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
-    _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
+    _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or any((picture, trace)))
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
     options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
@@ -114,7 +116,7 @@ def plan(
             _draw_explanation(console, cost, evaluation)
         _print_end(planner, evaluation, out, cost.profile.name)
 
-    _save_picture(picture, cost, evaluation, *workload.notes())
+    _save_views(picture, trace, cost, evaluation, *workload.notes())
     shared.report(json, lambda: _as_dict(cost, workload, evaluation, planner, out, explain), draw)
 
 
@@ -130,6 +132,7 @@ def simulate(
     offload_optimiser: shared.OffloadOptimiser = "auto",
     host_gib: shared.HostGib = None,
     picture: shared.Picture = None,
+    trace: shared.Trace = None,
     json: shared.AsJson = False,
 ) -> None:
     """Simulate a plan file: step time, idle, communication, memory and a timeline.
@@ -142,6 +145,7 @@ def simulate(
     from seqloom.plan import Plan
 
     shared.check_picture(picture)
+    shared.check_output(trace, "trace", (".json",))
     loaded = Plan.load(plan)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
@@ -152,7 +156,7 @@ def simulate(
 
     place = shared.parse_offload(offload_optimiser)
     cost, evaluation = with_fitting_optimiser(lambda own: (own, evaluate(loaded, own)), build, place)
-    _save_picture(picture, cost, evaluation)
+    _save_views(picture, trace, cost, evaluation)
     shared.report(
         json,
         lambda: {"plan": str(plan)} | shared.cost_dict(cost) | evaluation.as_dict(),
@@ -160,14 +164,17 @@ def simulate(
     )
 
 
-def _save_picture(path: Path | None, cost: CostModel, evaluation: Evaluation, *notes: str) -> None:
-    """Draw lengths and timeline of a plan to a file, if one is named."""
-    if path is not None:
-        from seqloom.view import plan_picture
+def _save_views(picture: Path | None, trace: Path | None, cost: CostModel, evaluation: Evaluation, *notes: str) -> None:
+    """Draw lengths and timeline of a plan to a file, and write its trace, where one is named."""
+    from seqloom.view import plan_picture
+    from seqloom.view.trace import save_trace
 
+    if picture is not None:
         made_by = f"planner {evaluation.plan.planner}; " if evaluation.plan.planner else ""
         lines = [shared.cost_line(cost), f"{made_by}{evaluation.plan.tokens:,} tokens", *notes]
-        plan_picture(evaluation.plan, evaluation.simulation, evaluation.bound_ns, lines).save(path)
+        plan_picture(evaluation.plan, evaluation.simulation, evaluation.bound_ns, lines).save(picture)
+    if trace is not None:
+        save_trace(trace, evaluation.simulation, title=repr(evaluation.plan))
 
 
 def _workload(source: Source, size: int | None, tokens: int | None, skip: int) -> Workload:
@@ -256,8 +263,8 @@ def _check_step_tokens(planner: str, packs: bool, tokens_per_step: int | None, *
         raise SeqloomError("planner 'hbp' makes steps of a data set; say how large one is with --tokens-per-step N")
     if packs and drawn:
         raise SeqloomError(
-            "--view, --explain and --picture show one plan, hbp makes one per step; write them with --out and look at "
-            "one with seqloom simulate"
+            "--view, --explain, --picture and --trace show one plan, hbp makes one per step; write them with --out and "
+            "look at one with seqloom simulate"
         )
 
 

@@ -78,6 +78,7 @@ MaxLength = Annotated[int | None, Option(help="Longest sequence of the run, toke
 Column = Annotated[str | None, Option(help="Column, field or array to read where a file has several.")]
 Tokenizer = Annotated[str | None, Option(help="Counts a column of texts: bytes, or a tokenizer.json.")]
 Picture = Annotated[Path | None, Option(help="Draw the timeline to this file: .svg; .png or .pdf with matplotlib.")]
+Trace = Annotated[Path | None, Option(help="Write the simulated step to this .json file, for ui.perfetto.dev.")]
 ConfigFile = Annotated[Path, Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, Option("--set", help="section.key=value, instead of the config's.")]
 

@@ -405,34 +405,65 @@ class Communication:
         total = gather + self.latency("all_to_all", crosses, (tensor - 1).bit_length())
         return tensor_gathers(checkpoint) * self.model.layers * total
 
+    # expert parallelism: a rank sends each token once to every other rank of its EP group with some of its experts (an
+    # all-to-all), and gets the sum of what these return. Backward does the reverse of each.
+
+    def expert(self, expert: int, checkpoint: Checkpoint) -> Flow:
+        """ns per token of a rank, all layers, forward and backward, in EP groups of ``expert`` ranks.
+
+        EP groups divide nodes or consist of whole ones, and all ranks of a node exchange at the same time. The rank
+        whose experts are asked for most receives more than the mean, and all wait for it.
+        """
+        if expert == 1:
+            return Flow()
+        cluster, moved = self.cluster, expert_exchanges(checkpoint)[0] * len(self.model.moe_layers) * self.model.hidden
+        reached = self.profile.expert_imbalance * share_of_tokens(self.model, expert)
+        link, nic = self.message_ns(moved * ACTIVATION_BYTES * reached, "all_to_all")
+        near, far = min(expert, cluster.gpus_per_node) - 1, max(0, expert - cluster.gpus_per_node)
+        sharing = max(Counter(cluster.nic_of_gpu).values())
+        return Flow(max(near * link, far * sharing * nic), far * nic, near * link)
+
+    def expert_latency(self, expert: int, checkpoint: Checkpoint) -> float:
+        """ns per round, all layers, forward and backward."""
+        if expert == 1:
+            return 0.0
+        calls = expert_exchanges(checkpoint)[1] * len(self.model.moe_layers)
+        crosses = expert > self.cluster.gpus_per_node
+        return calls * self.latency("all_to_all", crosses, (expert - 1).bit_length())
+
     # collectives over parameters and gradients
 
-    def collective(self, size: float, ranks: int, calls: int) -> float:
+    def collective(self, size: float, ranks: int, calls: int, stride: int = 1) -> float:
         """ns of all-gathering (or reduce-scattering) ``size`` bytes over ``ranks`` ranks in ``calls`` pieces.
 
         Every GPU passes on (ranks-1)/ranks of the bytes over NVLink; a node takes in (nodes-1)/nodes of them over all
-        its NICs together. Both go on at once.
+        its NICs together. Both go on at once. Of ranks that are ``stride`` apart there are as many such groups side by
+        side, each with bytes of its own, and those of a node share its NICs.
         """
         if ranks == 1:
             return 0.0
-        nodes = -(-ranks // self.cluster.gpus_per_node)
+        node = self.cluster.gpus_per_node
+        nodes, groups = (ranks, node) if stride >= node else (-(-ranks * stride // node), stride)
         time = size * (ranks - 1) / ranks / self._gb_s("collective", False)
         latency = self.latency("collective", False, ranks - nodes)
         if nodes > 1:
-            time = max(time, size * (nodes - 1) / nodes / self._node_gb_s())
+            time = max(time, groups * size * (nodes - 1) / nodes / self._node_gb_s())
             latency += self.latency("collective", True, nodes)
         return time + calls * latency
 
-    def replica_sum(self, size: float, shard_ranks: int, calls: int, ranks: int) -> float:
-        """ns of all-reducing gradients of ``size`` bytes over all replicas of the shards, on so many ranks."""
-        replicas = ranks // shard_ranks
+    def replica_sum(self, size: float, shard_ranks: int, calls: int, ranks: int, stride: int = 1) -> float:
+        """ns of all-reducing gradients of ``size`` bytes over all replicas of the shards, on so many ranks.
+
+        With a ``stride``, ranks that are that far apart have the same bytes, and their neighbours others.
+        """
+        replicas = ranks // (shard_ranks * stride)
         if replicas == 1:
             return 0.0
         if shard_ranks == 1:
-            return 2 * self.collective(size, ranks, calls)
+            return 2 * self.collective(size, replicas, calls, stride)
         # every GPU sums its own shard with its peers in other nodes: all NICs together carry the whole size
         latency = calls * self.latency("collective", True, replicas)
-        return 2 * (size * (replicas - 1) / replicas / self._node_gb_s() + latency)
+        return 2 * (stride * size * (replicas - 1) / replicas / self._node_gb_s() + latency)
 
     # messages between pipeline stages
 
@@ -508,6 +539,25 @@ def attention_exchanges(query: int, keys: int, checkpoint: Checkpoint) -> tuple[
 def tensor_gathers(checkpoint: Checkpoint) -> int:
     """Tensor parallel all-gathers per layer, forward, backward and recomputed; there are as many sums."""
     return 4 if checkpoint in (Checkpoint.NONE, Checkpoint.PROFILE) else 6
+
+
+def expert_exchanges(checkpoint: Checkpoint) -> tuple[int, int]:
+    """(transfers of hidden states, calls) per layer with experts, forward and backward, with repetitions.
+
+    Tokens go to experts and results come back; before it, ranks tell each other how many. Backward knows.
+    """
+    return (4, 5) if checkpoint in (Checkpoint.NONE, Checkpoint.PROFILE) else (6, 8)
+
+
+@lru_cache(maxsize=256)
+def share_of_tokens(model: ModelSpec, expert: int) -> float:
+    """Share of tokens for which a rank of an EP group has an expert, if every choice of experts is as likely."""
+    elsewhere, none = model.experts - model.experts // expert, 1.0
+    for taken in range(model.active_experts):  # the next choice is none of the rank's either
+        none *= max(0, elsewhere - taken) / (model.experts - taken)
+        if none < 1e-12:
+            return 1.0
+    return 1.0 - none
 
 
 # -- between the attention and the linear layout --------------------------------

@@ -6,6 +6,7 @@ work touches (time).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,7 +39,7 @@ class LayerValues(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
+def layer_values(model: ModelSpec, tensor: int = 1, imbalance: float = 1.0) -> tuple[LayerValues, ...]:
     """One entry per layer: attention or mixer, and feed-forward, with their norms and residuals.
 
     Saved: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
@@ -48,10 +49,13 @@ def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
 
     Tensor ranks save the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
     and their own part of the feed-forward they save all these tokens, which is as much as all of it for their own.
+
+    Args:
+        imbalance: tokens that the experts of a rank get, over the tokens that it has.
     """
     latents = 2 * (model.query_latent + model.latent_values)  # before their norm and after
     mixers, values = frozenset(model.mixer_layers), []
-    for layer, (ffn, window) in enumerate(zip(feed_forward_values(model), model.windows, strict=True)):
+    for layer, (ffn, window) in enumerate(zip(feed_forward_values(model, imbalance), model.windows, strict=True)):
         kv_heads, dim = model.head_shape(layer)
         query, kv = model.heads * dim, kv_heads * dim
         attends, mixed = window != 0, model.mixer_values if layer in mixers else 0
@@ -61,15 +65,15 @@ def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
     return tuple(values)
 
 
-def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
+def feed_forward_values(model: ModelSpec, imbalance: float = 1.0) -> tuple[LayerValues, ...]:
     """One entry per layer, of its feed-forward half without norm and residual.
 
     In a mixture of experts a token passes its active experts and the shared one, through a copy in the experts' order
     and back.
     """
     matrices, experts = 3 if model.gated else 2, frozenset(model.moe_layers)
-    width = matrices * (model.active_experts * model.expert_ffn + model.shared_ffn)
-    copies = 2 * model.active_experts * model.hidden
+    width = matrices * (math.ceil(imbalance * model.active_experts * model.expert_ffn) + model.shared_ffn)
+    copies = math.ceil(imbalance * 2 * model.active_experts * model.hidden)
     dense = LayerValues(matrices * model.ffn, matrices * model.ffn)
     sparse = LayerValues(width + copies, width + 2 * copies)
     return tuple(sparse if layer in experts else dense for layer in range(model.layers))
@@ -143,9 +147,12 @@ class Compute:
     causal: dict[int, LengthCurve]  # by number of forwards
     tile: dict[int, LengthCurve]
     float8_speedup: float  # of the products that run in float8: all but those of weight gradients; 1: none do
+    imbalance: float  # tokens that the experts of the busiest rank get, over the tokens that a rank has
 
     @classmethod
-    def build(cls, profile: AnalyticProfile, cluster: Cluster, model: ModelSpec, *, float8: bool) -> Compute:
+    def build(
+        cls, profile: AnalyticProfile, cluster: Cluster, model: ModelSpec, *, float8: bool, expert: int = 1
+    ) -> Compute:
         """Take the device's spec memory bandwidth and the profile's efficiencies."""
         return cls(
             model,
@@ -160,6 +167,7 @@ class Compute:
             {forwards: LengthCurve.of(profile.attention, forwards) for forwards in (1, 2)},
             {forwards: LengthCurve.of(profile.tile, forwards) for forwards in (1, 2)},
             profile.float8_speedup if float8 else 1.0,
+            profile.expert_imbalance if expert > 1 else 1.0,
         )
 
     def scan(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
@@ -185,12 +193,12 @@ class Compute:
 
     def linear(self, checkpoint: Checkpoint) -> float:
         """ns per token on one rank for all layers, forward and backward, with recomputation."""
-        return self._layers_ns(self._matmul_parameters, layer_values(self.model), checkpoint)
+        return self._layers_ns(self._matmul_parameters, self._values, checkpoint)
 
     def feed_forward(self, checkpoint: Checkpoint) -> float:
         """ns per token of what ``linear`` spends in feed-forward layers."""
         parameters = self._matmul_parameters - self.model.mixing_parameters
-        return self._layers_ns(parameters, feed_forward_values(self.model), checkpoint)
+        return self._layers_ns(parameters, feed_forward_values(self.model, self.imbalance), checkpoint)
 
     def _layers_ns(self, parameters: int, values: tuple[LayerValues, ...], checkpoint: Checkpoint) -> float:
         """ns per token: a forward is 2 FLOPs per parameter met and moves bf16 values at memory speed, backward twice.
@@ -207,8 +215,15 @@ class Compute:
         return (1 + (passes - 1) / self.float8_speedup) / passes
 
     @property
+    def _values(self) -> tuple[LayerValues, ...]:
+        return layer_values(self.model, imbalance=self.imbalance)
+
+    @property
     def _matmul_parameters(self) -> int:
-        return self.model.matmul_parameters - self.model.head_parameters
+        """Weights of the layers that a token is multiplied with; of experts, as often as on the busiest rank."""
+        model = self.model
+        routed = len(model.moe_layers) * model.expert_parameters(model.active_experts)
+        return model.matmul_parameters - model.head_parameters + round((self.imbalance - 1) * routed)
 
     @property
     def matmul_share(self) -> float:
@@ -216,7 +231,7 @@ class Compute:
 
         That is the share of ``linear`` that is matrix products, unless others than these are in float8.
         """
-        touched = sum(layer.touched for layer in layer_values(self.model))
+        touched = sum(layer.touched for layer in self._values)
         products, moves = self._matmul_parameters / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
         scans = self.scan(GroupShape(1, 1), Checkpoint.NONE) / 6  # half of a forward, like the others
         return products / (self._product_time_ratio(3) * products + moves + scans)

@@ -38,21 +38,19 @@ from seqloom.cost.memory import (
     AdditiveMemory,
     AnalyticMemory,
     MemoryModel,
-    layer_parameters,
 )
 from seqloom.cost.profile import HOST_GB_S
 from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
 from seqloom.errors import SeqloomError, unknown_name
-from seqloom.plan import Checkpoint, Reduce, Remap, Sharding
+from seqloom.plan import Checkpoint, LayerRange, Reduce, Remap, Sharding
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from seqloom.cost.communication import GroupTraffic
     from seqloom.cost.model import CostModel
     from seqloom.cost.profile import AdditiveModel, AdditiveProfile, AnalyticProfile
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import LayerRange
 
 DEVICE_SHARE = 0.9  # of the device's memory, when no budget is given
 
@@ -140,6 +138,7 @@ class AnalyticEngine(CostEngine):
     compute: Compute
     shard_ranks: int
     tensor: int
+    expert: int
 
     @classmethod
     def build(
@@ -153,7 +152,8 @@ class AnalyticEngine(CostEngine):
         plain = candidate_shapes(cost.family, model.heads, model.kv_heads, tensor, cluster_family)
         nics = len(set(cluster.nic_of_gpu)) if tensor == 1 else 1  # tensor parallel stages have no routes
         budget = DEVICE_SHARE * cluster.device.memory_gib if budget_gib is None else budget_gib
-        compute = Compute.build(profile, cluster, model, float8=cost.float8)
+        compute = Compute.build(profile, cluster, model, float8=cost.float8, expert=cost.expert)
+        shared = profile, model, cost.context, shards, tensor, owners, cost.offload_optimiser
         reduces = (Reduce.ROUND, Reduce.STEP) if shards > 1 else (Reduce.STEP,)
         checkpoints = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
         return cls(
@@ -161,7 +161,7 @@ class AnalyticEngine(CostEngine):
             model=model,
             compute=compute,
             links=Communication(profile, cluster, cp_model(model, tensor)),
-            memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners, cost.offload_optimiser),
+            memory=AnalyticMemory(*shared, cost.expert),
             shard_ranks=shards,
             budget_bytes=math.floor(budget * GIB),
             shapes=with_methods(plain, cluster.gpus_per_node, nics, model.latent > 0, model.mixer_state > 0),
@@ -171,6 +171,7 @@ class AnalyticEngine(CostEngine):
             split_us=profile.split_us,
             host_gb_s=profile.host_gb_s,
             tensor=tensor,
+            expert=cost.expert,
         )
 
     def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
@@ -199,6 +200,7 @@ class AnalyticEngine(CostEngine):
             "reduce": reduce,
             "kv_gather": kv_gather,
             "tensor": self.links.tensor_latency(self.tensor, traffic, checkpoint),
+            "expert_latency": self.links.expert_latency(self.expert, checkpoint),
         }
 
     def token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
@@ -207,6 +209,7 @@ class AnalyticEngine(CostEngine):
         sums = self.compute.tensor_sums(self.tensor, tensor_gathers(policy.checkpoint))
         rates = self.prefix_token_ns(shape, policy, traffic)
         rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
+        experts = self.links.expert(self.expert, policy.checkpoint)
         return rates | {
             "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree
             + self.compute.scan(shape, policy.checkpoint),
@@ -215,6 +218,8 @@ class AnalyticEngine(CostEngine):
             "network": ulysses.network + kv.network + tensor.network + mixers.network,
             "link": ulysses.link + kv.link + tensor.link + mixers.link,
             "tensor": tensor.time,
+            "expert": experts.time / shape.degree,
+            "expert_network": experts.network / shape.degree,
         }
 
     def document_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
@@ -255,11 +260,12 @@ class AnalyticEngine(CostEngine):
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """Around attention all linear layers move, around the feed-forward only these; scans stay."""
         linear, head = self.compute.linear(policy.checkpoint), self.compute.head()
-        scan = self.scan_token_ns(policy)
+        scan, experts = self.scan_token_ns(policy), self.links.expert(self.expert, policy.checkpoint)
+        moves = {"expert": (experts.time, 0.0), "expert_network": (experts.network, 0.0)}
         if remap == Remap.ATTENTION:
-            return {"linear": (linear, scan), "head": (head, 0.0)}
+            return moves | {"linear": (linear, scan), "head": (head, 0.0)}
         moved = self.compute.feed_forward(policy.checkpoint)
-        return {"linear": (moved, linear - moved + scan), "head": (0.0, head)}
+        return moves | {"linear": (moved, linear - moved + scan), "head": (0.0, head)}
 
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:
         """The heads of the fullest Ulysses rank, kernel calls, and what making keys from latents takes more there."""
@@ -303,29 +309,43 @@ class AnalyticEngine(CostEngine):
     def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
         """Gradients that were not reduced every round, the sum over replicas, the optimiser, the host."""
         sizes = (GRADIENT_BYTES,) if policy.reduce == Reduce.STEP else ()
-        ranks = self.links.cluster.ranks // self.tensor
-        return self._overhead(self.memory.rank_parameters, self.model.layers, ranks, self.shard_ranks, sizes)
+        ranks, every = self.links.cluster.ranks, LayerRange(0, self.model.layers, self.model.layers)
+        return self._overhead([every], ranks, self.shard_ranks * self.tensor, sizes)
 
     def stage_overhead(self, stages: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[float, float]:
         """Parameters gathered before the first micro-batch, gradients scattered and summed after the last, optimiser.
 
-        Tensor ranks share with their peers in other tensor parallel groups.
+        Tensor ranks share with their peers in other tensor parallel groups, ranks of an EP group what they have of the
+        experts with those that have the same.
         """
-        parameters = sum(layer_parameters(self.model, self.memory.context, each, self.tensor) for each in stages)
-        layers = sum(layers.stop - layers.first for layers in stages)
-        ranks, shard_ranks = (max(1, number // self.tensor) for number in (ranks, shard_group))
-        return self._overhead(parameters, layers, ranks, shard_ranks, (PARAMETER_BYTES, GRADIENT_BYTES))
+        return self._overhead(stages, ranks, shard_group, (PARAMETER_BYTES, GRADIENT_BYTES))
 
     def _overhead(
-        self, parameters: int, layers: int, ranks: int, shard_ranks: int, sizes: tuple[int, ...]
+        self, stages: Sequence[LayerRange], ranks: int, shard_group: int, sizes: tuple[int, ...]
     ) -> tuple[float, float]:
         """(ns, of that communication). Under free sharding messages depend on the whole plan: see `resharding`."""
         memory, rest = self.memory, self.profile.step_us * 1e3
         if memory.owners:
             return rest + self._optimiser_ns(memory.parameters / memory.owners), 0.0
-        moved = sum(self.links.collective(size * parameters, shard_ranks, layers) for size in sizes)
-        moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shard_ranks, layers, ranks)
-        return moved + (rest + self._optimiser_ns(parameters / shard_ranks)), moved
+        moved, updated = 0.0, 0.0
+        for parameters, shards, layers, stride in self._collectives(stages, shard_group):
+            moved += sum(self.links.collective(size * parameters, shards, layers, stride) for size in sizes)
+            replicas = max(1, ranks // self.tensor), stride
+            moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shards, layers, *replicas)
+            updated += parameters / shards
+        return moved + (rest + self._optimiser_ns(updated)), moved
+
+    def _collectives(self, stages: Sequence[LayerRange], shard_group: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield what collectives over a rank's parameters move: parameters, ranks, calls, and how far ranks are apart.
+
+        Experts that an EP group divides have collectives of their own.
+        """
+        held = [self.memory.parameters_of(layers) for layers in stages]
+        shards, expert_shards = self.memory.shards(shard_group)
+        yield sum(each.common for each in held), shards, sum(layers.stop - layers.first for layers in stages), 1
+        if self.expert > 1:
+            sparse = sum(each.first <= layer < each.stop for each in stages for layer in self.model.moe_layers)
+            yield sum(each.experts for each in held), expert_shards, sparse, self.expert
 
     def _optimiser_ns(self, parameters: float) -> float:
         """ns of the optimiser's step on this many parameters of a rank."""
@@ -348,8 +368,13 @@ class AnalyticEngine(CostEngine):
         }
 
     def _collective(self, bytes_per_parameter: int) -> float:
-        size = bytes_per_parameter * self.memory.rank_parameters
-        return self.links.collective(size, self.shard_ranks, self.model.layers)
+        """ns of gathering or reducing all parameters of a plan of one stage."""
+        every = LayerRange(0, self.model.layers, self.model.layers)
+        own = self._collectives([every], self.shard_ranks * self.tensor)
+        return sum(
+            self.links.collective(bytes_per_parameter * parameters, shards, calls, stride)
+            for parameters, shards, calls, stride in own
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

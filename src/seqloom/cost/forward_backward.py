@@ -12,7 +12,9 @@ import numpy as np
 from seqloom.cost.shapes import COST_COLUMNS, STREAMS, columns
 from seqloom.plan import Checkpoint, LayerRange, StageMicroBatch
 
-COMPUTING = columns(name for name in STREAMS[0] if name not in ("ulysses", "kv_gather", "remap", "tensor"))
+EXCHANGES = ("ulysses", "kv_gather", "remap", "tensor", "expert", "expert_latency")
+"""Parts of the compute stream in which a rank waits for messages."""
+COMPUTING = columns(name for name in STREAMS[0] if name not in EXCHANGES)
 """Columns in which the GPU computes; the rest of a rank's time is exposed communication."""
 _UNITS = 1260  # divisible by 2, 3, 4, 5, 7 and 9: shares are integers
 _SHARES = {  # forward of forward and backward, under checkpoint none, selective, full: recomputing is backward
@@ -25,6 +27,9 @@ _SHARES = {  # forward of forward and backward, under checkpoint none, selective
     "kv_gather": (1 / 4, 1 / 4, 1 / 5),
     "remap": (1 / 2, 2 / 5, 1 / 3),
     "tensor": (1 / 2, 1 / 3, 1 / 3),  # recomputing repeats a whole forward
+    "expert": (1 / 2, 1 / 3, 1 / 3),
+    "expert_latency": (3 / 5, 3 / 8, 3 / 8),  # forward also exchanges how many tokens there are
+    "expert_network": (1 / 2, 1 / 3, 1 / 3),
     "gather": (1 / 2, 1 / 2, 1 / 2),  # once for forward and once for backward; gradients are reduced in backward
     "network": (1 / 3, 1 / 3, 1 / 3),
     "fixed": (1 / 2, 1 / 2, 1 / 3),

@@ -7,6 +7,8 @@ State per parameter: bf16 copy (2 bytes), float32 master and two Adam moments (1
                           scattered gradient, over the ranks of the shard group
     free sharding         copy and gradient of all that the rank computes with; master, moments and the gradient to be
                           applied spread over all ranks of the cluster
+    expert parallelism    of the experts a rank has its EP group's share, which it shards over the ranks of its shard
+                          group that have the same experts
     offloaded optimiser   master and moments in host memory; in their place a bf16 copy of the rank's part of them,
                           unless that is the copy that layers compute with
 
@@ -22,17 +24,19 @@ Activations per token and layer, from a micro-batch's forward to its backward:
 Recomputing needs one layer's ``none`` set at a time on top (``stage``: that of all layers). The attention output counts
 twice: with Ulysses it is kept as the kernel left it, all tokens of some heads, and as it came back, some tokens of all
 heads. A backward in halves (I, W) leaves the inputs of the stage's products and the gradients of their outputs from I
-to W. Tensor ranks gather hidden states of all tokens of their group, and send and receive partial sums of as many.
+to W. Tensor ranks gather hidden states of all tokens of their group, and send and receive partial sums of as many. The
+busiest rank of an EP group has more tokens in its experts than it sends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from seqloom.cost.communication import ACTIVATION_BYTES, KV_GRADIENT_BYTES
-from seqloom.cost.compute import attention_widths, kv_heads_per_rank, layer_values
+from seqloom.cost.communication import ACTIVATION_BYTES, KV_GRADIENT_BYTES, share_of_tokens
+from seqloom.cost.compute import LayerValues, attention_widths, kv_heads_per_rank, layer_values
 from seqloom.errors import MemoryBudgetError
 from seqloom.plan import Checkpoint, LayerRange, Limits, Reduce
 
@@ -67,6 +71,18 @@ class ActivationBytes(NamedTuple):
         return self.held + max(self.forward, self.backward)
 
 
+class RankParameters(NamedTuple):
+    """Parameters that a rank computes with."""
+
+    common: int  # that all ranks of its shard group have
+    experts: int  # that are divided over an EP group; 0: the experts are among the common ones
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.common + self.experts
+
+
 @dataclass(frozen=True, slots=True)
 class AnalyticMemory:
     """Bytes of a model whose weights are split over ``tensor`` ranks and sharded over ``shard_ranks`` such groups."""
@@ -80,6 +96,8 @@ class AnalyticMemory:
     """Ranks over which free sharding spreads masters and moments; 0: sharding is not free."""
     offload_optimiser: bool = False
     """Whether masters and moments are in host memory."""
+    expert: int = 1
+    """Ranks of an EP group."""
 
     @property
     def parameters(self) -> int:
@@ -87,9 +105,33 @@ class AnalyticMemory:
         return layer_parameters(self.model, self.context, self._all_layers, 1)
 
     @property
-    def rank_parameters(self) -> int:
+    def rank_parameters(self) -> RankParameters:
         """Parameters that a rank of a plan of one stage computes with."""
-        return layer_parameters(self.model, self.context, self._all_layers, self.tensor)
+        return self.parameters_of(self._all_layers)
+
+    def parameters_of(self, layers: LayerRange) -> RankParameters:
+        """Parameters that a rank of a stage with these layers computes with."""
+        every = layer_parameters(self.model, self.context, layers, self.tensor)
+        if self.expert == 1:
+            return RankParameters(every, 0)
+        sparse = sum(layers.first <= layer < layers.stop for layer in self.model.moe_layers)
+        experts = sparse * self.model.expert_parameters(self.model.experts)
+        return RankParameters(every - experts, experts // self.expert)
+
+    def shards(self, shard_group: int) -> tuple[int, int]:
+        """Ranks over which a shard group shards common parameters, and those of experts.
+
+        Without sharding a shard group is an EP group.
+        """
+        common = max(1, shard_group // self.tensor)
+        if self.expert > 1 and self.shard_ranks == 1:
+            common = 1
+        return common, max(1, common // self.expert)
+
+    def _sharded(self, size: int, parameters: RankParameters, shard_group: int) -> int:
+        """Bytes of the largest shard of parameters of `size` bytes each."""
+        shards = self.shards(shard_group)
+        return sum(-(-size * count // over) for count, over in zip(parameters, shards, strict=True))
 
     @property
     def _all_layers(self) -> LayerRange:
@@ -111,10 +153,11 @@ class AnalyticMemory:
         if self.owners or self.shard_ranks == 1:
             return self.state_bytes(layers, self.tensor) + self.working_bytes(layers)
         optimiser = 0 if self.offload_optimiser else OPTIMISER_BYTES
-        state = (PARAMETER_BYTES + optimiser + GRADIENT_BYTES) * -(-held // self.shard_ranks)
+        shard = self._sharded(1, held, self.shard_ranks * self.tensor)
+        state = (PARAMETER_BYTES + optimiser + GRADIENT_BYTES) * shard
         tables = self.model.head_parameters * (1 if self.model.tied else 2)
         gathered = PARAMETER_BYTES * (self._two_layers(layers) + tables)
-        gradients = self._two_layers(layers) if policy.reduce == Reduce.ROUND else held
+        gradients = self._two_layers(layers) if policy.reduce == Reduce.ROUND else held.total
         return state + gathered + GRADIENT_BYTES * gradients + self.working_bytes(layers)
 
     def token_bytes(self, policy: MemoryPolicy, offloaded_layers: int = 0, lighter_layers: int = 0) -> float:
@@ -123,14 +166,16 @@ class AnalyticMemory:
 
     def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
         """State of a pipeline stage: whole copy and gradient, the rest over the shard group unless sharding is free."""
-        parameters = layer_parameters(self.model, self.context, layers, self.tensor)
-        state, shards = (PARAMETER_BYTES + GRADIENT_BYTES) * parameters, max(1, shard_ranks // self.tensor)
+        parameters = self.parameters_of(layers)
+        state = (PARAMETER_BYTES + GRADIENT_BYTES) * parameters.total
         if self.owners:
             return state
-        sharded = 0 if self.offload_optimiser else OPTIMISER_BYTES
-        if shards > 1:
-            sharded += GRADIENT_BYTES + (PARAMETER_BYTES if self.offload_optimiser else 0)
-        return state + -(-sharded * parameters // shards)
+        for count, shards in zip(parameters, self.shards(shard_ranks), strict=True):
+            sharded = 0 if self.offload_optimiser else OPTIMISER_BYTES
+            if shards > 1:
+                sharded += GRADIENT_BYTES + (PARAMETER_BYTES if self.offload_optimiser else 0)
+            state += -(-sharded * count // shards)
+        return state
 
     def host_state_bytes(self, stages: Sequence[LayerRange], shard_ranks: int) -> int:
         """Master and moments in host memory, of a rank with these stages and shard groups of `shard_ranks` ranks."""
@@ -138,8 +183,9 @@ class AnalyticMemory:
             return 0
         if self.owners:
             return -(-OPTIMISER_BYTES * self.parameters // self.owners)
-        own = sum(layer_parameters(self.model, self.context, layers, self.tensor) for layers in stages)
-        return -(-OPTIMISER_BYTES * own // max(1, shard_ranks // self.tensor))
+        held = [self.parameters_of(layers) for layers in stages]
+        own = RankParameters(sum(each.common for each in held), sum(each.experts for each in held))
+        return self._sharded(OPTIMISER_BYTES, own, shard_ranks)
 
     def working_bytes(self, layers: LayerRange) -> int:
         """Buffers of a rank, however many stages it has: a chunk of logits on the last, the device, communicators.
@@ -152,11 +198,28 @@ class AnalyticMemory:
 
     def _two_layers(self, layers: LayerRange) -> int:
         """Parameters of two layers, of the largest."""
-        return 2 * max(self.model.layer_parameters(k, self.tensor) for k in range(layers.first, layers.stop))
+        own = range(layers.first, layers.stop)
+        return 2 * max(self.model.layer_parameters(layer, self.tensor, self.expert) for layer in own)
+
+    @property
+    def _values(self) -> tuple[LayerValues, ...]:
+        """What a token leaves in every layer; with the tokens that others send to this rank's experts."""
+        return layer_values(self.model, self.tensor, self._imbalance)
+
+    @property
+    def _imbalance(self) -> float:
+        return self.profile.expert_imbalance if self.expert > 1 else 1.0
+
+    def _expert_buffers(self, layers: LayerRange) -> int:
+        """Bytes per token of a layer's exchange with its EP group: rows that are sent, and rows that arrive."""
+        if self.expert == 1 or not any(layers.first <= layer < layers.stop for layer in self.model.moe_layers):
+            return 0
+        rows = self.expert * share_of_tokens(self.model, self.expert) * (1 + self._imbalance)
+        return ceil(ACTIVATION_BYTES * rows * self.model.hidden)
 
     def _whole(self, layers: LayerRange) -> list[int]:
         """Bytes per token that each layer stores until its backward if nothing is recomputed, with log-sum-exp."""
-        values = layer_values(self.model, self.tensor)[layers.first : layers.stop]
+        values = self._values[layers.first : layers.stop]
         return [2 * layer.saved + 4 * self.model.heads for layer in values]
 
     def _stored(self, layers: LayerRange, checkpoint: Checkpoint, lighter_layers: int = 0) -> list[int]:
@@ -183,16 +246,17 @@ class AnalyticMemory:
 
         Its first `offloaded_layers` layers store them in host memory, its last `lighter_layers` layers recompute less.
         Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of a layer.
-        These are q, k, v and output sent and received; two K/V pairs in bf16 and two in float32 for a ring; and
-        partial sums of tensor ranks sent and received.
+        These are q, k, v and output sent and received; two K/V pairs in bf16 and two in float32 for a ring; partial
+        sums of tensor ranks sent and received; and rows of an EP group sent and received.
         """
         model, tensor, hidden = self.model, self.tensor, self.model.hidden
         query, kv = attention_widths(model)
-        values, whole = layer_values(model, tensor)[layers.first : layers.stop], self._whole(layers)
+        values, whole = self._values[layers.first : layers.stop], self._whole(layers)
         outputs = 2 * (tensor - 1) * hidden  # gradients of both halves' outputs, gathered from the tensor ranks
         deferred = float(sum(2 * (layer.saved - query + outputs) for layer in values))
         busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if layers.has_head else 0)
         busy += 2 * 2 * tensor * hidden if tensor > 1 else 0
+        busy += self._expert_buffers(layers)
         stored = self._stored(layers, checkpoint, lighter_layers)
         held, copied = float(sum(stored[offloaded_layers:])), 2.0 * max(stored[:offloaded_layers], default=0)
         recomputed = {Checkpoint.NONE: 0, Checkpoint.STAGE: sum(whole)}.get(checkpoint, max(whole))

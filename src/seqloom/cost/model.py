@@ -71,6 +71,7 @@ class CostModel:
         capacity: tokens a rank may hold in one round; None: as many as fit in memory, which is the limit anyway.
         stages: with more than one (or free sharding), a model that only pipelines can hold is not refused here.
         tensor: tensor parallel degree of every stage; shapes have multiples of it as Ulysses.
+        expert: ranks that divide the experts of every layer among them (an EP group); 1: every rank computes all.
         cluster_cost: the model of the whole cluster, if ``cluster`` is a submesh of it; see `for_submesh`.
         float8: linear layers multiply in float8, but for the gradients of weights.
         offload: whether plans may keep activations in host memory: True, False, or "auto", which does it for batches
@@ -98,6 +99,7 @@ class CostModel:
         offload_optimiser: bool = False,
         host_gib: float | None = None,
         counts_offload: bool = False,
+        expert: int = 1,
     ) -> None:
         """Choose the engine of the profile's kind, and drop memory policies that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
@@ -114,20 +116,21 @@ class CostModel:
         self.context = max_length or DEFAULT_CONTEXT
         self.sharding, self.float8 = Sharding(sharding), float8
         self.profile = Profile.resolve(profile, cluster.device.name)
-        self.ranks, self.node_size, self.tensor = cluster.ranks, cluster.gpus_per_node, tensor
+        self.ranks, self.node_size, self.tensor, self.expert = cluster.ranks, cluster.gpus_per_node, tensor, expert
         self.family = GroupFamily(self.ranks, self.node_size)
         self.cluster_cost = self if cluster_cost is None else cluster_cost
         _require_tensor(self)
+        _require_expert(self)
         _require_float8(self)
         self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._options: dict[str, Any] = {"float8": float8, "offload": offload, "offload_optimiser": offload_optimiser}
         self._options |= {"host_gib": host_gib, "counts_offload": counts_offload}
         self.offload, self.offload_optimiser, self.counts_offload = offload, offload_optimiser, counts_offload
         self.host_bytes = self._host_bytes(host_gib)
-        self._submeshes: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
+        self._submeshes: dict[tuple[int, int, int], CostModel] = {(self.ranks, tensor, expert): self}
         self._offloading: CostModel | None = self if counts_offload else None
         sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
-        self.shard_group_size = max(sharded, tensor)  # ranks that take part in the same rounds
+        self.shard_group_size = max(sharded, tensor, expert)  # ranks that take part in the same rounds
         self.engine: CostEngine
         if isinstance(self.profile, AdditiveProfile) and offload_optimiser:
             raise SeqloomError(
@@ -187,25 +190,52 @@ class CostModel:
 
     def __repr__(self) -> str:
         names = (self.cluster.name, self.model.name, self.profile.name, self.sharding.value)
-        return f"CostModel({', '.join(names)}{f', tensor {self.tensor}' if self.tensor > 1 else ''})"
+        degrees = {"tensor": self.tensor, "expert": self.expert}
+        return f"CostModel({', '.join((*names, *(f'{name} {size}' for name, size in degrees.items() if size > 1)))})"
 
     def with_tensor(self, tensor: int) -> CostModel:
         """The same ranks with another tensor parallel degree: prices of such a stage. Built once."""
         return self.for_submesh(self.ranks, tensor)
 
-    def for_submesh(self, ranks: int, tensor: int = 1) -> CostModel:
+    def with_expert(self, expert: int) -> CostModel:
+        """The same ranks with another expert degree. Built once."""
+        return self.for_submesh(self.ranks, self.tensor, expert)
+
+    def for_stage(self, stage: Stage) -> CostModel:
+        """The same ranks with the degrees of a stage: its prices. Built once."""
+        return self.for_submesh(self.ranks, stage.tensor, stage.expert)
+
+    @property
+    def expert_degrees(self) -> tuple[int, ...]:
+        """Legal expert degrees, ascending.
+
+        They divide the experts and the ranks; an EP group divides a node or consists of whole nodes, under hybrid
+        sharding the former. Other layouts of parameters have none above 1.
+        """
+        if (
+            not self.model.experts
+            or self.tensor > 1
+            or self.sharding == Sharding.FREE
+            or isinstance(self.profile, AdditiveProfile)
+        ):
+            return (1,)
+        most = self.node_size if self.sharding == Sharding.HYBRID else self.ranks
+        every = [size for size in range(1, most + 1) if self.model.experts % size == 0 and self.ranks % size == 0]
+        return tuple(size for size in every if self.node_size % size == 0 or size % self.node_size == 0)
+
+    def for_submesh(self, ranks: int, tensor: int = 1, expert: int = 1) -> CostModel:
         """So many neighbouring ranks, in a node or whole nodes, all else equal: to plan one of several pipelines.
 
         Built once. A plan for them may be moved to any multiple of their number.
         """
-        whole, key = self.cluster_cost, (ranks, tensor)
+        whole, key = self.cluster_cost, (ranks, tensor, expert)
         if key not in whole._submeshes:
             self.model.check_tensor(tensor)
             if ranks % tensor:
                 sizes = [size for size in whole.family.sizes if ranks % size == 0]
                 raise _no_tensor_groups(whole, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
             part = whole.cluster.subcluster(ranks)
-            own: dict[str, Any] = {"tensor": tensor, "cluster_cost": whole, **self._options}
+            own: dict[str, Any] = {"tensor": tensor, "expert": expert, "cluster_cost": whole, **self._options}
             whole._submeshes[key] = CostModel(part, self.model, *self._settings, **own)
         return whole._submeshes[key]
 
@@ -216,9 +246,10 @@ class CostModel:
         """
         whole = self.cluster_cost
         if whole is not self:
-            return whole.with_offload().for_submesh(self.ranks, self.tensor)
+            return whole.with_offload().for_submesh(self.ranks, self.tensor, self.expert)
         if self._offloading is None:
-            own: dict[str, Any] = {"tensor": self.tensor, **self._options, "counts_offload": True}
+            degrees = {"tensor": self.tensor, "expert": self.expert}
+            own: dict[str, Any] = {**degrees, **self._options, "counts_offload": True}
             self._offloading = CostModel(self.cluster, self.model, *self._settings, **own)
         return self._offloading
 
@@ -522,6 +553,27 @@ def _require_tensor(cost: CostModel) -> None:
     if cost.tensor not in sizes:
         rule = "tensor parallel groups are blocks of the group family"
         raise _no_tensor_groups(cost, cost.ranks, cost.tensor, sizes, rule)
+
+
+def _require_expert(cost: CostModel) -> None:
+    """Refuse an expert degree that the model, the ranks, the sharding or the profile do not allow."""
+    legal, degree = cost.expert_degrees, cost.expert
+    if degree in legal:
+        return
+    below, above = [each for each in legal if each < degree], [each for each in legal if each > degree]
+    nearest = " or ".join(map(str, (*below[-1:], *above[:1])))
+    why = "EP groups divide experts and ranks evenly, and are equal parts of a node"
+    why += "" if cost.sharding == Sharding.HYBRID else " or whole nodes"
+    if not cost.model.experts:
+        why = "the model has no experts"
+    elif cost.tensor > 1:
+        why = f"the {cost.tensor} ranks of a TP group divide the experts already"
+    elif cost.sharding == Sharding.FREE:
+        why = "under free sharding planners choose stages by other degrees"
+    elif isinstance(cost.profile, AdditiveProfile):
+        why = f"profile {cost.profile.name} has no constants for it"
+    place = f"{cost.model.experts} experts on {cost.ranks} ranks in nodes of {cost.node_size}, {cost.sharding} sharding"
+    raise SeqloomError(f"expert degree {degree} for {place}: {why}; use {nearest}")
 
 
 def _require_float8(cost: CostModel) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.cost.communication import nic_load, remap_times
+from seqloom.cost.communication import nic_load, nodes_and_nics, remap_times
 from seqloom.cost.forward_backward import extend_for_offload, forward_and_weight_cuts, forward_shares
 from seqloom.cost.resharding import exposed_reshard_ns, unshard_ns, unshard_times_by_stage
 from seqloom.cost.shapes import COST_COLUMNS, STREAMS, MemoryPolicy, columns
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from seqloom.cost.model import CostModel
     from seqloom.plan import Pipeline, Plan, StageMicroBatch
 
-ONCE = ("fixed", "gather", "reduce")
+ONCE = ("fixed", "gather", "reduce", "expert_latency")
 """Parts that a rank has once in a round."""
-BY_LINEAR_LAYOUT = ("linear", "head", "remap")
+BY_LINEAR_LAYOUT = ("linear", "head", "remap", "expert", "expert_network")
 """Parts that follow the linear layout where a round has one, not the groups."""
 
 
@@ -115,6 +115,7 @@ def round_times(
         nics, links = (taken * (layers.stop - layers.first) // layers.model_layers for taken in (nics, links))
     parts = rank_costs(table, rank, group, cost.ranks) + by_layout
     rank_ns, member_ns = rank_times(parts, table, rank, group, degrees == 1)
+    nics = nics + _expert_nic_ns(cost, parts)
     links = links + parts[:, COST_COLUMNS.index("link")]
     return RoundTimes(parts, rank_ns, nics, links, rank, np.where(degrees[group] > 0, group, -1), member_ns)
 
@@ -194,8 +195,9 @@ def rank_times(
     first, last = np.full((2, len(parts)), -1)
     first[rank[::-1]], last[rank] = np.arange(len(rank))[::-1], np.arange(len(rank))
     at_work = np.flatnonzero(last >= 0)
-    own = parts[:, columns(("fixed", *BY_LINEAR_LAYOUT))].sum(axis=1)
-    np.add.at(of_groups, rank, table[:, columns(BY_LINEAR_LAYOUT)].sum(axis=1)[group])
+    by_layout = [name for name in BY_LINEAR_LAYOUT if name in STREAMS[0]]
+    own = parts[:, columns(("fixed", "expert_latency", *by_layout))].sum(axis=1)
+    np.add.at(of_groups, rank, table[:, columns(by_layout)].sum(axis=1)[group])
     member[first[at_work]] += (own - of_groups)[at_work]
     np.add.at(total, rank, member)
     waiting = np.maximum(parts[:, columns(STREAMS[2])].sum(axis=1) - total, 0)
@@ -242,6 +244,13 @@ def _nic_ns(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy, networ
         share = (heads + keys + tensor + mixers) / sum(flows)
         taken[places] += (int(network[k]) * share).astype(np.int64)
     return taken
+
+
+def _expert_nic_ns(cost: CostModel, parts: np.ndarray) -> np.ndarray:
+    """int64[nodes, nics]: how long tokens for experts of other nodes occupy each NIC, of all ranks near it."""
+    nics, cluster = np.zeros(cost.cluster.nodes * cost.cluster.nics_per_node, dtype=np.int64), cost.cluster
+    np.add.at(nics, nodes_and_nics(range(cost.ranks), cluster.nic_of_gpu)[1], parts[:, columns(("expert_network",))[0]])
+    return nics.reshape(cluster.nodes, cluster.nics_per_node)
 
 
 def component_passes(
@@ -357,7 +366,7 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
     ready = np.zeros(len(plan.shard_groups), dtype=np.int64)
     overlap_windows = []
     for pipeline in plan.pipelines:  # they are on disjoint shard groups, so their order is free
-        own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
+        own, shortest = cost.for_stage(pipeline.stages[0]), []
         meeting = pipeline.stages[0].ranks if unshard_times_by_stage(cost, pipeline) else ()
         for current in pipeline.rounds:
             work = current.by_stage[0]
@@ -380,7 +389,7 @@ def round_ns(cost: CostModel, plan: Plan, pipeline: Pipeline, work: StageMicroBa
     shard_group_of = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
     meeting = pipeline.stages[0].ranks if unshard_times_by_stage(cost, pipeline) else ()
     component, _ = round_components(work, shard_group_of, meeting)
-    own, policy = cost.with_tensor(pipeline.stages[0].tensor), MemoryPolicy(work.checkpoint, plan.reduce, bool(meeting))
+    own, policy = cost.for_stage(pipeline.stages[0]), MemoryPolicy(work.checkpoint, plan.reduce, bool(meeting))
     return int(_component_ns(own, work, policy, pipeline.layer_ranges[0], component).max())
 
 
@@ -401,11 +410,11 @@ def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
         if len(pipeline.stages) > 1:
             for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
                 stages = pipeline.stages_of(pp_rank)  # of one tensor degree, or priced by that of the first
-                own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
+                own = cost.for_stage(pipeline.stages[stages[0]])
                 narrowest = min(map(len, plan.shard_groups_of(pipeline, pp_rank)))
                 costs.append(own.stage_overhead_ns([pipeline.layer_ranges[s] for s in stages], len(ranks), narrowest))
             continue
-        own, resident = cost.with_tensor(pipeline.stages[0].tensor), bool(unshard_times_by_stage(cost, pipeline))
+        own, resident = cost.for_stage(pipeline.stages[0]), bool(unshard_times_by_stage(cost, pipeline))
         for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
             policy = MemoryPolicy(checkpoint, plan.reduce, resident)
             costs.append((own.step_overhead_ns(policy), round(own.engine.step_overhead(policy)[1])))

@@ -24,6 +24,12 @@ HOST_MEMORY_GB_S = 200.0
 two sockets with eight channels of DDR5 each are specified for."""
 
 
+EXPERT_IMBALANCE = 1.2
+"""Tokens at the busiest rank of an EP group over the mean of its ranks, where a profile has no figure of its own. An
+estimate: routers that are trained to balance leave single experts far from the mean, but a rank has several of them,
+and the tokens of a whole round."""
+
+
 class Profile:
     """Constants of one kind of GPU and cluster. Two kinds: ``AdditiveProfile`` and ``AnalyticProfile``."""
 
@@ -164,6 +170,7 @@ class AnalyticProfile(Profile):
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
     float8_speedup: float = 1.0  # products of linear layers in float8, scaling included, over bfloat16; 1: no float8
     host_gb_s: float = HOST_GB_S  # a GPU to and from pinned host memory, in one direction, while all of its node copy
+    expert_imbalance: float = EXPERT_IMBALANCE  # tokens at the busiest rank of an EP group over the mean; 1 or more
     host_memory_gb_s: float = HOST_MEMORY_GB_S  # read and written by the CPUs of a node that update optimiser state
 
     def save(self, path: str | Path) -> None:
@@ -216,6 +223,11 @@ def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     for share in SHARES:
         if values.get(share, 0) > 1:
             raise SeqloomError(f"{where}.{share} is {values[share]}; it is a share, from 0 to 1")
+    if values.get("expert_imbalance", 1) < 1:
+        raise SeqloomError(
+            f"{where}.expert_imbalance is {values['expert_imbalance']}; the busiest rank has no less than the mean: "
+            "give 1 or more"
+        )
     built = kind(**{by_key[key].name: value for key, value in values.items()})
     if isinstance(built, Curve):
         _check_curve(built, where)

@@ -79,9 +79,12 @@ class MemoryPolicy(NamedTuple):
 
 
 STREAMS: tuple[tuple[str, ...], ...] = (
-    ("linear", "head", "attention", "steps", "ulysses", "kv_gather", "remap", "fixed", "tensor"),
-    ("linear", "head", "ring", "ulysses", "remap", "fixed", "tensor"),
-    ("gather", "reduce", "network"),
+    (
+        *("linear", "head", "attention", "steps", "ulysses", "kv_gather", "remap", "fixed", "tensor"),
+        *("expert", "expert_latency"),
+    ),
+    ("linear", "head", "ring", "ulysses", "remap", "fixed", "tensor", "expert", "expert_latency"),
+    ("gather", "reduce", "network", "expert_network"),
 )
 """Which parts of a `CostBreakdown` follow each other on which stream: compute, ring communication (a ring's messages in
 the place of its attention), network. Streams run side by side: a group takes as long as its longest one."""
@@ -107,6 +110,9 @@ class CostBreakdown(NamedTuple):
     remap: int = 0  # tokens to the layout of the linear layers and back, exposed; of a round, not of a group
     link: int = 0  # how long the group's traffic occupies the busiest NVLink port
     tensor: int = 0  # tensor parallel all-gathers of hidden states and reductions of partial sums, exposed
+    expert: int = 0  # tokens to the experts of an EP group and back, exposed
+    expert_latency: int = 0  # of these exchanges, once in a round, however many groups a rank is in
+    expert_network: int = 0  # how long a rank's own tokens for experts of other nodes occupy its NIC
 
     @property
     def stream_ns(self) -> tuple[int, int, int]:

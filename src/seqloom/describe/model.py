@@ -252,14 +252,20 @@ class ModelSpec:
         kinds = {"experts": self.experts, "mixers": self.mixer_layers, "latents": self.latent}
         return next((name for name, present in kinds.items() if present), "")
 
-    def layer_parameters(self, layer: int, tensor: int = 1) -> int:
+    def layer_parameters(self, layer: int, tensor: int = 1, expert: int = 1) -> int:
         """Parameters of layer ``layer``, all experts included; of each rank where ``tensor`` ranks share it.
 
-        Matrices are cut, norms and biases are whole on every rank.
+        Matrices are cut, norms and biases are whole on every rank. Where ``expert`` ranks divide the experts, a rank
+        has its own.
         """
         mixing = self.attention_parameters(layer)
         mixing += self.mixer_parameters if layer in self.mixer_layers else 0
-        return (mixing + self._feed_forward(layer in self.moe_layers, self.experts)) // tensor + self._vectors
+        experts = self.experts // expert
+        return (mixing + self._feed_forward(layer in self.moe_layers, experts)) // tensor + self._vectors
+
+    def expert_parameters(self, experts: int) -> int:
+        """Weights of so many experts of a layer."""
+        return (3 if self.gated else 2) * self.hidden * experts * self.expert_ffn
 
     @property
     def mixing_parameters(self) -> int:
@@ -271,7 +277,8 @@ class ModelSpec:
         matrices = 3 if self.gated else 2
         if not sparse:
             return matrices * self.hidden * self.ffn
-        return matrices * self.hidden * (experts * self.expert_ffn + self.shared_ffn) + self.hidden * self.experts
+        shared, router = matrices * self.hidden * self.shared_ffn, self.hidden * self.experts
+        return self.expert_parameters(experts) + shared + router
 
     def _all_layers(self, experts: int) -> int:
         sparse = len(self.moe_layers)

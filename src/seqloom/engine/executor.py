@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -43,6 +43,16 @@ EVALUATION_KINDS = (UNSHARD, F, SEND_F, RECV_F, RESHARD)
 MESSAGES, ROWS = "messages", "rows"
 
 
+class TimeSlice(NamedTuple):
+    """Part of a step on one rank, in seconds since the step began; stage and round are -1 where they make no sense."""
+
+    name: str  # of an `ActionKind`, or messages or rows
+    start_s: float
+    stop_s: float
+    stage: int = -1
+    round: int = -1
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a step: loss, norm and counts are the whole step's, the same on all ranks; times are this rank's.
@@ -62,6 +72,7 @@ class StepResult:
             computes, and reducing gradients, their norm and the loss.
         messages_s: seconds of starting messages to other stages and waiting for theirs.
         rows_s: seconds for ids and labels.
+        slices: when this rank did what, in order; the parts above are their sums.
         expert_tokens: int64[layers with experts, experts] tokens of the step that each expert got, on the CPU; None:
             the model has no experts that are counted.
     """
@@ -76,6 +87,7 @@ class StepResult:
     parameters_s: float
     messages_s: float = 0.0
     rows_s: float = 0.0
+    slices: tuple[TimeSlice, ...] = ()
     expert_tokens: torch.Tensor | None = None
 
 
@@ -222,6 +234,7 @@ class _Run:
             parameters_s=sum(seconds[kind.value] for kind in (UNSHARD, REDUCE, RESHARD)),
             messages_s=seconds[MESSAGES],
             rows_s=seconds[ROWS],
+            slices=self._timer.slices(),
             expert_tokens=numbers[3:].long().view(experts.shape) if experts.numel() else None,
         )
 
@@ -264,20 +277,20 @@ class _Run:
         elif kind in (B, I):
             self._backward(action, reduce)
         elif kind == W:
-            with self._timer.measure(kind.value):
+            with self._timer.measure(kind.value, action):
                 parameters.weight_gradients.run((action.stage, action.round))
         elif kind in (SEND_F, SEND_B):
-            with self._timer.measure(MESSAGES):
+            with self._timer.measure(MESSAGES, action):
                 self._p2p.send(action, _row_slices(self._rank_plan, action))
         elif kind in (RECV_F, RECV_B):
             context = self._rank_plan.microbatch(action).context
             assert context is not None  # actions of skipped rounds are left out
-            with self._timer.measure(MESSAGES):
+            with self._timer.measure(MESSAGES, action):
                 self._p2p.receive(action, context.tokens, _row_slices(self._rank_plan, action))
         elif action.round is None or (kind != REDUCE and self._rank_plan.plan.sharding == Sharding.FREE):
             # Actions of a round: its backward has reduced the gradients, and fixed layouts stay gathered for the step.
             run = {UNSHARD: parameters.unshard, REDUCE: parameters.reduce, RESHARD: parameters.reshard}[kind]
-            with self._timer.measure(kind.value):
+            with self._timer.measure(kind.value, action):
                 for first in self._rank_plan.stages[action.stage][:1]:
                     run(first.layers)
 
@@ -294,7 +307,7 @@ class _Run:
             self._host_copies.release()
         elif not recompute:
             context = offload.context(context)
-        with self._timer.measure(F.value):
+        with self._timer.measure(F.value, action):
             state = MicrobatchState(
                 lambda x: parameters.forward(layers, x, labels, context), inputs, recompute=recompute, offload=offload
             )
@@ -311,7 +324,7 @@ class _Run:
         microbatch, state = self._rank_plan.microbatch(action), self._states.pop((action.stage, action.round))
         layers, weights = microbatch.layers, self._parameters.weight_gradients
         gradient = None if layers.has_head else self._receive(Action(action.stage, RECV_B, action.round))
-        with self._timer.measure(action.kind.value):
+        with self._timer.measure(action.kind.value, action):
             edge = state.backward_edge()
             self._host_copies.release()
             with weights.deferred((action.stage, action.round)) if action.kind == I else nullcontext():
@@ -323,7 +336,7 @@ class _Run:
             self._p2p.put(receive if microbatch.from_previous is None else send, state.input_gradient())
 
     def _receive(self, action: Action) -> torch.Tensor:
-        with self._timer.measure(MESSAGES):
+        with self._timer.measure(MESSAGES, action):
             return self._p2p.wait(action)
 
     def _read(self, context: Context, round_index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -405,14 +418,14 @@ class Timer:
         self._cuda = device.type == "cuda"
         self._start: Any = self._now()
         self._stop: Any = None
-        self._measured: list[tuple[str, Any, Any]] = []
+        self._measured: list[tuple[str, Any, Any, Action | None]] = []
 
     @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block to that of `name`."""
+    def measure(self, name: str, action: Action | None = None) -> Iterator[None]:
+        """Add the time of the block to that of `name`; `action` says for which stage and round it is spent."""
         start = self._now()
         yield
-        self._measured.append((name, start, self._now()))
+        self._measured.append((name, start, self._now(), action))
 
     def stop(self) -> None:
         """End the step's time here; on a GPU, in the order of its current stream."""
@@ -426,9 +439,21 @@ class Timer:
         if self._cuda:
             self._stop.synchronize()
         total: defaultdict[str, float] = defaultdict(float)
-        for name, start, stop in (*self._measured, ("step", self._start, self._stop)):
-            total[name] += start.elapsed_time(stop) / 1000 if self._cuda else stop - start
+        for name, start, stop, _ in (*self._measured, ("step", self._start, self._stop, None)):
+            total[name] += self._between(start, stop)
         return total
+
+    def slices(self) -> tuple[TimeSlice, ...]:
+        """Return every block that was measured; after `seconds`."""
+        found = []
+        for name, start, stop, action in self._measured:
+            times = self._between(self._start, start), self._between(self._start, stop)
+            stage, number = (-1, None) if action is None else (action.stage, action.round)
+            found.append(TimeSlice(name, *times, stage, -1 if number is None else number))
+        return tuple(found)
+
+    def _between(self, start: Any, stop: Any) -> float:
+        return start.elapsed_time(stop) / 1000 if self._cuda else stop - start
 
     def _now(self) -> Any:
         """Return the host's time in seconds, or a recorded event."""

@@ -48,19 +48,21 @@ class LayerDropout:
         """Give the modules the keys of a call's tokens."""
         for number, in_mlp, module in self.modules:
             module.token_keys = _module_keys(context, number, in_mlp)  # pyrefly: ignore[bad-argument-type]
+            module.has_context = True  # pyrefly: ignore[bad-argument-type]
         try:
             yield
         finally:
             for _, _, module in self.modules:
                 module.token_keys = module.keys_handle = None  # pyrefly: ignore[bad-argument-type]
+                module.has_context = False  # pyrefly: ignore[bad-argument-type]
 
 
 def plan_dropout(layers: Sequence[nn.Module], mlp_names: Iterable[str] = ()) -> int:
     """Have the dropout modules inside layers drop the same elements under every plan; return how many there are.
 
-    Every nn.Dropout above 0 gets another `forward`, on the instance. Every layer must be called with the context, which
-    has a seed for the step (`bind(dropout_seed=)`); without one nothing is dropped, and a call that will be followed by
-    a backward is refused. Doing it again changes nothing.
+    Every nn.Dropout above 0 gets another `forward`, on the instance. The context with which a layer is called has a
+    seed for the step (`bind(dropout_seed=)`); without one nothing is dropped, and a call that will be followed by a
+    backward is refused. A layer called without a context drops as torch does. Doing it again changes nothing.
 
     Args:
         layers: of the model, in order.
@@ -73,6 +75,7 @@ def plan_dropout(layers: Sequence[nn.Module], mlp_names: Iterable[str] = ()) -> 
             if is_planned(module):
                 assert isinstance(module, nn.Dropout)
                 module.token_keys = module.keys_handle = None  # pyrefly: ignore[bad-argument-type]
+                module.has_context = False  # pyrefly: ignore[bad-argument-type]
                 module.forward = MethodType(_planned_forward, module)
                 found.append((count, name.split(".")[0] in names, module))
                 count += 1
@@ -94,6 +97,8 @@ def _planned_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     elif module.token_keys is not None:
         keys = module.token_keys
         check_rows(x, keys)
+    elif not module.has_context:
+        return type(module).forward(module, x)  # of torch, by its own generator
     elif torch.is_grad_enabled():
         raise SeqloomError(
             f"dropout of {module.p} in a context without a seed: every step drops other elements; bind the step's "

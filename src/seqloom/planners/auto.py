@@ -1,8 +1,9 @@
-"""Planner ``auto``: the fastest plan of all planners. Never worse than any of them, static included.
+"""Planner ``auto``: the fastest plan of the planners that answer at once, static included.
 
-Pipelines take part only where a number of stages is given: a run keeps its layers where they are, step after step.
-Under free sharding they may be anywhere at every step: there ``hydraulis`` takes part, and the others only as far as
-the model fits in one stage.
+Those are ``static``, ``adaptive``, ``flex`` and ``zones``, and FlexSP's solver for small batches; ``exact`` and the
+rivals are not asked. Pipelines take part only where a number of stages is given: a run keeps its layers where they
+are, step after step. Under free sharding they may be anywhere at every step: there ``hydraulis`` takes part, and the
+others only as far as the model fits in one stage.
 """
 
 from __future__ import annotations

@@ -208,6 +208,6 @@ def build_plan(
         sharding=cost.sharding,
         reduce=reduce,
         documents=tuple(lengths),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce, cost.tensor),),
+        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce, cost.tensor, cost.expert),),
         planner=planner,
     )

@@ -194,7 +194,7 @@ class _FreeMemory:
         """Give a micro-batch as many lighter layers as fit, and take their memory."""
         memory, (begin, end) = self.memory, self.units[stage, number]
         cost, layers = memory.cost, memory.pipeline.layer_ranges[stage]
-        own = cost.with_tensor(memory.pipeline.stages[stage].tensor).memory
+        own = cost.for_stage(memory.pipeline.stages[stage]).memory
         work = memory.pipeline.rounds[number].by_stage[stage]
         tokens = tokens_on_ranks(cost, work)[self.ranks]
         held = self.during[begin : end + 1], self.after[begin:end]  # while it holds its activations

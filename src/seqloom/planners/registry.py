@@ -34,6 +34,7 @@ class PublishedClaim:
     ratio: float | None = None  # the published figure; None if none could be read, or none that can be repeated
     tolerance: float = 0.2  # relative deviation that still counts as reproduced
     measured: Mapping[str, float] = field(default_factory=dict)  # profile -> the same ratio here
+    setting: str = ""  # what the two were measured on
     remark: str = ""  # why the claim cannot be repeated
 
     def validated(self, profile: str) -> bool:
@@ -49,7 +50,8 @@ class PublishedClaim:
         published = f"published {self.ratio:.2f}x over {self.over}"
         if profile not in self.measured:
             return f"{verdict}: {published}, not tried under profile {profile}"
-        return f"{verdict}: {self.measured[profile]:.2f}x under profile {profile}, {published}"
+        where = f", {self.setting}" if self.setting else ""
+        return f"{verdict}: {self.measured[profile]:.2f}x under profile {profile}{where}; {published}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ _TABLE = (
         "flexsp",
         "planners.published.flexsp:plan_flexsp",
         seeded=True,
-        claim=PublishedClaim("static:64", 1.72, 0.10, {"flexsp-a100": 1.88}),
+        claim=PublishedClaim(
+            "static:64", 1.72, 0.10, {"flexsp-a100": 1.76}, "for GPT-7B on 64 GPUs with Wikipedia lengths up to 192K"
+        ),
     ),
     PlannerSpec("flex", "planners.flex:plan_flex", seeded=True, quick=True),
     PlannerSpec("zones", "planners.zones:plan_zones", quick=True),
@@ -123,7 +127,7 @@ _TABLE = (
         "zeppelin",
         "planners.published.zeppelin:plan_zeppelin",
         rival=True,
-        claim=PublishedClaim("te-cp", 2.80, 0.2, {"a800": 7.40, "h800": 7.78, "h200": 9.79}),
+        claim=PublishedClaim("te-cp", 2.80, 0.2, {"a800": 7.40, "h800": 7.78, "h200": 9.79}, "mean of 48 settings"),
     ),
     PlannerSpec("hbp", "packing:hbp", packs_dataset=True),
 )

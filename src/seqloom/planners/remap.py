@@ -14,6 +14,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.plan_cost import round_times
+from seqloom.cost.shapes import STREAMS
 from seqloom.layout import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, Remap, Round, StageMicroBatch
 
@@ -65,7 +66,7 @@ def _layouts(
     shard_groups = [shard_group for shard_group in plan.shard_groups if not asleep[list(shard_group)].all()]
     for remap in Remap:
         rates = cost.engine.layout_token_ns(policy, remap)
-        token_ns = max(1, int(np.rint(sum(linear for linear, _ in rates.values()))))
+        token_ns = max(1, int(np.rint(sum(linear for name, (linear, _) in rates.items() if name in STREAMS[0]))))
         level = int(rank_ns.max())
         stays = np.where(asleep, 0, rank_ns - token_ns * held)
         for quarters in QUARTERS:

@@ -55,7 +55,7 @@ def peak_host_memory(plan: Plan, cost: CostModel) -> np.ndarray:
             if offloads and len(pipeline.stages) > 1:
                 for held in memory.host_walk(pp_rank):
                     activations = np.maximum(activations, np.ceil(held).astype(np.int64))
-            own = cost.with_tensor(pipeline.stages[stages[0]].tensor).memory
+            own = cost.for_stage(pipeline.stages[stages[0]]).memory
             for shard_group in plan.shard_groups_of(pipeline, pp_rank) if plan.sharding != Sharding.FREE else ():
                 state[list(shard_group)] = own.host_state_bytes([layers[s] for s in stages], len(shard_group))
     return activations + state
@@ -75,7 +75,7 @@ class PipelineMemory:
         `tokens` are those on the ranks, int64[ranks], where they are known.
         """
         layers, unsharded = self.pipeline.layer_ranges[0], self._unsharded.get(0)
-        memory = self.cost.with_tensor(self.pipeline.stages[0].tensor).memory
+        memory = self.cost.for_stage(self.pipeline.stages[0]).memory
         tokens = tokens_on_ranks(self.cost, work) if tokens is None else tokens
         if unsharded is None:
             policy = MemoryPolicy(work.checkpoint, self.plan.reduce)
@@ -91,7 +91,7 @@ class PipelineMemory:
 
     def round_host_bytes(self, work: StageMicroBatch, tokens: np.ndarray | None = None) -> np.ndarray:
         """int64[ranks]: bytes of activations in host memory in a round of a pipeline of one stage."""
-        memory = self.cost.with_tensor(self.pipeline.stages[0].tensor).memory
+        memory = self.cost.for_stage(self.pipeline.stages[0]).memory
         tokens = tokens_on_ranks(self.cost, work) if tokens is None else tokens
         size = memory.host_bytes(self.pipeline.layer_ranges[0], work.checkpoint, work.offloaded_layers)
         return np.ceil(tokens * size).astype(np.int64)
@@ -100,7 +100,7 @@ class PipelineMemory:
         """Yield float64[ranks] bytes of activations in host memory, action by action of a pipeline rank."""
         units = {}
         for s in self.pipeline.stages_of(pp_rank):
-            memory = self.cost.with_tensor(self.pipeline.stages[s].tensor).memory
+            memory = self.cost.for_stage(self.pipeline.stages[s]).memory
             for r, work in enumerate(current.by_stage[s] for current in self.pipeline.rounds):
                 size = memory.host_bytes(self.pipeline.layer_ranges[s], work.checkpoint, work.offloaded_layers)
                 units[s, r] = UnitMemory(size * tokens_on_ranks(self.cost, work).astype(np.float64))
@@ -112,7 +112,7 @@ class PipelineMemory:
         """float64[ranks of the pipeline rank] bytes before any token."""
         plan, pipeline, unsharded = self.plan, self.pipeline, self._unsharded
         stages, layers = pipeline.stages_of(pp_rank), pipeline.layer_ranges
-        memory = {s: self.cost.with_tensor(pipeline.stages[s].tensor).memory for s in stages}
+        memory = {s: self.cost.for_stage(pipeline.stages[s]).memory for s in stages}
         working, state = max(memory[s].working_bytes(layers[s]) for s in stages), {}
         for shard_group in plan.shard_groups_of(pipeline, pp_rank):
             sharded = {s: memory[s].state_bytes(layers[s], len(shard_group)) for s in stages if s not in unsharded}
@@ -145,7 +145,7 @@ class PipelineMemory:
 
     def _units(self, stage: int) -> Iterator[UnitMemory]:
         """Yield the float64[ranks] bytes of every micro-batch on a stage."""
-        own, layers = self.cost.with_tensor(self.pipeline.stages[stage].tensor), self.pipeline.layer_ranges[stage]
+        own, layers = self.cost.for_stage(self.pipeline.stages[stage]), self.pipeline.layer_ranges[stage]
         _, copies, layer, _, _ = self._unsharded.get(stage, _RESIDENT)
         for work in (current.by_stage[stage] for current in self.pipeline.rounds):
             tokens = tokens_on_ranks(self.cost, work).astype(np.float64)
@@ -164,7 +164,7 @@ class PipelineMemory:
         """Of the stages that are unsharded for every pass."""
         stages, layers = self.pipeline.stages, self.pipeline.layer_ranges
         return {
-            s: UnshardMemory.of(self.cost.with_tensor(stages[s].tensor), layers[s], dp_cp_size(stages[s]))
+            s: UnshardMemory.of(self.cost.for_stage(stages[s]), layers[s], dp_cp_size(stages[s]))
             for s in unshard_times_by_stage(self.cost, self.pipeline)
         }
 

@@ -155,16 +155,18 @@ def price(plan: Plan, cost: CostModel) -> dict[MicroBatchKey, MicroBatchTimes]:
     for p, pipeline in enumerate(plan.pipelines):
         identical = IdenticalStages.of(cost, pipeline, shard_group_of)
         layers, resident = identical.layers, len(pipeline.stages) > 1 or bool(identical.unsharded)
-        batches: dict[tuple[MemoryPolicy, int, int, int], dict[Hashable, list[tuple[int, int]]]] = {}
+        batches: dict[tuple[MemoryPolicy, int, int, int, int], dict[Hashable, list[tuple[int, int]]]] = {}
         for s, stage in enumerate(pipeline.stages):
             for r, work in enumerate(current.by_stage[s] for current in pipeline.rounds):
                 policy = MemoryPolicy(work.checkpoint, plan.reduce, resident)
-                batch = batches.setdefault((policy, stage.tensor, work.lighter_layers, stage.layer_count), {})
+                batch = batches.setdefault(
+                    (policy, stage.tensor, stage.expert, work.lighter_layers, stage.layer_count), {}
+                )
                 batch.setdefault(identical.key(s, r, work), []).append((s, r))
-        for (policy, tensor, _, _), same in batches.items():
-            own = cost.with_tensor(tensor)
+        for (policy, *_), same in batches.items():
             works = [pipeline.rounds[r].by_stage[s] for (s, r), *_ in same.values()]
             (stage, _), *_ = next(iter(same.values()))
+            own = cost.for_stage(pipeline.stages[stage])
             groups = [group for work in works for group in work.groups]
             table = group_table(own, groups, policy, works[0], layers[stage])
             costs = np.split(table, np.cumsum([len(work.groups) for work in works])[:-1])

@@ -285,6 +285,8 @@ class Logging:
     """Metrics, one line per step; None: metrics.jsonl in the run's folder."""
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics as well; each must be installed."""
+    trace: tuple[Positive, ...] = ()
+    """Steps whose timeline is written to trace-STEP.json in the run's folder, simulated and measured."""
 
     def __post_init__(self) -> None:
         if len(set(self.sinks)) < len(self.sinks):

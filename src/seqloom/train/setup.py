@@ -275,7 +275,8 @@ class RunPlanners:
             except SeqloomError:  # only several stages hold the longest document
                 return cls((), planner, planner, tuple(strategies))
             return cls((), planner, static, tuple(strategies))
-        return cls((Stage(tuple(range(cost.ranks)), (0, cost.model.layers)),), planner, static)
+        everyone = Stage(tuple(range(cost.ranks)), (0, cost.model.layers), expert=cost.expert)
+        return cls((everyone,), planner, static)
 
     @classmethod
     def _one_pipeline(cls, config: Config, cost: CostModel, stages: int) -> RunPlanners:

@@ -39,14 +39,16 @@ from seqloom.data import Batch, RowReader
 from seqloom.describe.cluster import Device, is_device
 from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
+from seqloom.engine.executor import MESSAGES, ROWS, TimeSlice
 from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.models.experts import balance_experts
 from seqloom.models.float8 import check_float8
 from seqloom.params.host_masters import copy_to_shards
-from seqloom.plan import Plan
+from seqloom.plan import ActionKind, Plan
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
+from seqloom.simulate import simulate
 from seqloom.simulate.memory import peak_memory
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.logging import (
@@ -73,6 +75,7 @@ from seqloom.train.run_folder import DamagedCheckpointError, resumed_checkpoint
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
 from seqloom.train.signals import blocked_signals
 from seqloom.train.step_checks import FAILED, CheckFailedError, Dump, StepChecks, write_dump
+from seqloom.view.trace import MeasuredSlice, save_trace
 
 if TYPE_CHECKING:
     from seqloom.train.watchdog import Watchdog
@@ -81,6 +84,8 @@ PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
 """How long a step waits for its plan before the fallback planner makes one; the first plan compiles the planner."""
 OUT_OF_MEMORY_PLAN = "out-of-memory-plan.json"
 """In `run.output`: the plan of the step that memory did not hold."""
+SLICES = ("bind", "optimiser", MESSAGES, ROWS, *(kind.value for kind in ActionKind))
+"""Names of slices of a step, which ranks exchange by number."""
 PROGRESS_LINES = 8
 """How often the progress of builds is shown."""
 
@@ -239,6 +244,7 @@ class Trainer(AbstractContextManager):
             self._enter_phase(phase, details=rank_plan.progress.report)
         with RowReader(rank_plan, self.setup.source, batch) as rows:
             clip = self.config.optimiser.clip or None
+            began = time.perf_counter()
             result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens, max_norm=clip)
         self._check_gradients(step_plan, batch, result)
         computed = time.perf_counter()  # `run_step` has waited for the device, but not for the clipping
@@ -258,6 +264,12 @@ class Trainer(AbstractContextManager):
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else 0,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else 0,
         )
+        if step_plan.step in self.config.log.trace:
+            begin, between = TimeSlice("bind", 0.0, bound - start), began - start
+            own = [
+                each._replace(start_s=each.start_s + between, stop_s=each.stop_s + between) for each in result.slices
+            ]
+            self._save_trace(step_plan, [begin, *own, TimeSlice("optimiser", computed - start, end - start)])
         return self._record(step_plan, batch, result, rate, mine)
 
     def check_step(self, step_plan: StepPlan, batch: Batch, metrics: Metrics | None) -> None:
@@ -292,6 +304,19 @@ class Trainer(AbstractContextManager):
         seed = step_seed(self.config.run.seed, step_plan.step)
         dump = Dump.of(step_plan, batch, self.setup, reason, seed)
         return write_dump(self.config.run.output / FAILED, dump, self._model_state(), self.checkpoints)
+
+    def _save_trace(self, step_plan: StepPlan, mine: Sequence[TimeSlice]) -> None:
+        """Write when every rank did what, beside the simulated step, on rank 0. All ranks call it."""
+        everyone = gather_slices(mine, self.transport, self.device)
+        if self.transport.rank == 0:
+            file = self.config.run.output / f"trace-{step_plan.step}.json"
+            slices = [
+                MeasuredSlice(rank, name, 1e9 * start, 1e9 * stop, stage, number)
+                for rank, own in enumerate(everyone)
+                for name, start, stop, stage, number in own
+            ]
+            title = f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}"
+            save_trace(file, simulate(step_plan.plan, self.setup.cost), slices, title)
 
     def _out_of_memory(self, step_plan: StepPlan, error: BaseException) -> MemoryBudgetError:
         """Say what a step needs and has by the cost model and by torch, and save its plan."""
@@ -628,6 +653,18 @@ def find_peak_flops(described: Device, device: torch.device) -> float | None:
 def gather_values(values: Sequence[float], transport: Transport, device: torch.device) -> torch.Tensor:
     """Return the values of all ranks, which wait for each other here; float64[ranks, values]."""
     return _gather(torch.tensor(values, dtype=torch.float64, device=device), transport)
+
+
+def gather_slices(mine: Sequence[TimeSlice], transport: Transport, device: torch.device) -> list[list[TimeSlice]]:
+    """Return the slices of all ranks, which wait for each other here; ranks may have different numbers of them."""
+    longest = int(gather_values([len(mine)], transport, device).max())
+    rows = [[SLICES.index(each.name), *each[1:]] for each in mine] + [[-1.0] * 5] * (longest - len(mine))
+    flat = [float(value) for row in rows for value in row]
+    everyone = gather_values(flat, transport, device).view(transport.ranks, longest, 5).tolist()
+    return [
+        [TimeSlice(SLICES[int(row[0])], row[1], row[2], int(row[3]), int(row[4])) for row in own if row[0] >= 0]
+        for own in everyone
+    ]
 
 
 def _gather(mine: torch.Tensor, transport: Transport) -> torch.Tensor:

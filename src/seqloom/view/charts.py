@@ -1,7 +1,7 @@
 """Charts on a `Picture`: a simulated step, lengths of a batch, planners below each other, a schedule of actions.
 
 Time runs to the right; every row is a rank, a node's NICs or a pp_rank. In a step the colour is the degree of the group
-at work, pale in forward and full in backward; the page shows through where ranks wait.
+at work, fainter in forward than in backward; the page shows through where ranks wait.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def step_legend(simulations: Sequence[Simulation]) -> list[tuple[str, str, float
     entries = [("", "GPUs per group:", 1.0)]
     entries += [(colour, ", ".join(map(str, own)), 1.0) for colour, own in named.items()]
     middle = degree_colour(degrees[len(degrees) // 2]) if degrees else END_COLOUR
-    entries += [(middle, "forward (pale)", FORWARD_OPACITY), (middle, "backward", 1.0)]
+    entries += [(middle, "forward (fainter)", FORWARD_OPACITY), (middle, "backward", 1.0)]
     if any((each.events.kind == EventKind.STEP).any() for each in simulations):
         entries.append((END_COLOUR, "reduction, optimiser", 1.0))
     if any(len(each.nic_busy_ns) > 1 and len(each.nics) for each in simulations):

@@ -5,6 +5,7 @@ import pytest
 
 from seqloom.cli import shared
 from seqloom.plan import Plan
+from support.perfetto import check_trace
 
 BOX = "--cluster 1x8xH200 --model llama3-8b --planner adaptive"
 PLAN = f"plan --lengths lengths.txt {BOX}"
@@ -41,6 +42,16 @@ def test_text_and_picture_name_the_cost_model_the_gap_and_the_file(run, refused,
     assert result.err == ""
     assert (folder / "plan.svg").read_text().startswith("<svg")
     assert "ends in .svg or .png or .pdf" in refused(f"{PLAN} --picture plan.gif")
+
+
+def test_a_plan_and_its_file_give_the_same_trace(run, refused, folder):
+    report = run(f"{PLAN} --out plan.json --trace planned.json --json").json
+    assert run("simulate plan.json --cluster 1x8xH200 --model llama3-8b --trace simulated.json").code == 0
+    content = json.loads((folder / "planned.json").read_text())
+    slices = [event for own in check_trace(content).values() for event in own]
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(1e3 * report["step_ms"])
+    assert json.loads((folder / "simulated.json").read_text())["traceEvents"] == content["traceEvents"]
+    assert "a trace file ends in .json" in refused(f"{PLAN} --trace trace.txt")
 
 
 def test_float8_is_priced_and_named(run, refused):

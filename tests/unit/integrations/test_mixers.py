@@ -44,10 +44,11 @@ def test_the_model_keeps_its_names_and_is_itself_again_under_another_attention(n
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_mixer_without_a_context_is_refused(name):
+def test_a_mixer_that_does_not_get_the_context_of_the_call_is_refused(name):
     model, context = attach(tiny_model(name)), bind_single_rank([4])
     mixer = next(each for each in model.modules() if mixers.is_mixer(each))
-    with pytest.raises(SeqloomError, match="was called without a context"):
+    mixer.seqloom_call.has_context = True
+    with pytest.raises(SeqloomError, match="without the context of the model's call"):
         mixer(torch.randn(1, 4, 16, dtype=torch.float64))
     with pytest.raises(SeqloomError, match=r"\[1, 3, \d+\] in a mixer, where rank 0 holds 4 tokens"):
         mixer(torch.randn(1, 3, 16, dtype=torch.float64), seqloom_context=context)

@@ -10,13 +10,14 @@ from seqloom.api import cost_model
 from seqloom.attention import AttentionSpec, attention_builds
 from seqloom.describe import Cluster
 from seqloom.dist import run_ranks
+from seqloom.engine.executor import TimeSlice
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.plan import Plan, json
 from seqloom.planners import make_plan
 from seqloom.planners.plan_ahead import StepPlan
 from seqloom.train import trainer
-from seqloom.train.trainer import PlanBroadcast
+from seqloom.train.trainer import PlanBroadcast, gather_slices
 
 COST = cost_model("1x4xH200", "llama3-8b")
 LENGTHS = [512, 700, 3_300, 40]
@@ -173,3 +174,11 @@ def test_ranks_of_a_node_compile_a_share_each_and_load_the_rest():
 
 def test_a_cpu_has_nothing_to_build():
     assert attention_builds(AttentionSpec(8, 2, 64), torch.float32, "cpu", longest=1_000) == []
+
+
+def test_slices_of_ranks_with_different_numbers_of_them_are_gathered():
+    def own(rank):
+        return [TimeSlice("F", 0.25 * k, 0.25 * k + 0.125, 0, k) for k in range(rank)] + [TimeSlice("rows", 2.0, 3.0)]
+
+    gathered = run_ranks(3, lambda transport: gather_slices(own(transport.rank), transport, torch.device("cpu")))
+    assert gathered == [[own(rank) for rank in range(3)]] * 3

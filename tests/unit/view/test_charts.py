@@ -15,8 +15,8 @@ from seqloom.schedules import build_schedule
 from seqloom.schedules.timing import schedule_metrics
 from seqloom.simulate import simulate
 from seqloom.view import Picture, comparison_picture, plan_picture, schedule_picture
-from seqloom.view.charts import LEFT, RIGHT, rank_runs, round_edges
-from seqloom.view.picture import Bars, Line, Words, degree_colour, round_ticks, time_ticks
+from seqloom.view.charts import LEFT, MOST_ROW, RIGHT, add_timeline, rank_runs, round_edges
+from seqloom.view.picture import NIC_COLOUR, Bars, Line, Words, degree_colour, round_ticks, time_ticks
 
 LENGTHS = [512, 700, 1_300, 900, 4_096, 260, 33_000, 2_048, 800, 610, 12_000, 5_500] * 3
 SVG = "{http://www.w3.org/2000/svg}"
@@ -47,14 +47,19 @@ def test_bars_of_a_step_have_the_area_of_its_work(step):
     plan, simulation, bound = step
     picture = plan_picture(plan, simulation, bound, ["a & b <c>"])
     scale = (picture.width - LEFT - RIGHT) / simulation.step_ns
+    timeline = Picture("timeline")
+    add_timeline(timeline, simulation, bound_ns=bound)  # neither a histogram nor a legend: every bar is work or NICs
     colours = {degree_colour(degree) for degree in np.unique(simulation.events.degree).tolist()}
-    bars = [shape for shape in picture.shapes if isinstance(shape, Bars) and shape.fill in colours]
-    widths = np.concatenate([shape.boxes[:, 2] for shape in bars if len(shape.boxes)])
+    bars = [shape for shape in timeline.shapes if isinstance(shape, Bars) and shape.fill in colours - {NIC_COLOUR}]
+    boxes = np.concatenate([shape.boxes for shape in bars])
     runs = rank_runs(simulation)
-    drawn = (runs.events.stop - runs.events.start).sum() * scale
-    assert abs(widths.sum() - drawn) < drawn * 0.2  # squares of the legend and of the histogram are among them
-    last = max(shape.boxes[:, 0].max() + shape.boxes[-1, 2] for shape in bars)
-    assert last <= picture.width
+    times = runs.events.stop - runs.events.start
+    assert boxes[:, 2].sum() == pytest.approx(times.sum() * scale)
+    first, last = runs.events.rank, runs.events.rank + runs.ranks - 1
+    gaps = 3 * (last // simulation.node_size - first // simulation.node_size)  # pixels between the nodes of a run
+    heights = runs.ranks * MOST_ROW + gaps - 1  # few ranks: rows are as high as rows get, a pixel is left free below
+    assert (boxes[:, 2] * boxes[:, 3]).sum() == pytest.approx((times * heights).sum() * scale)
+    assert (boxes[:, 0] + boxes[:, 2]).max() == pytest.approx(picture.width - RIGHT)
     dashed = [shape.x1 for shape in picture.shapes if isinstance(shape, Line) and shape.style == "bound"]
     assert dashed == [pytest.approx(LEFT + bound * scale)]
 

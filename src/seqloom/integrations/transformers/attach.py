@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from seqloom.attention import AttentionSpec, attention, latent_attention
 from seqloom.attention.plan import has_latents
@@ -61,6 +61,14 @@ from seqloom.integrations.transformers.parts import (
     pad_empty,
     split_decoder,
 )
+from seqloom.integrations.transformers.plain_calls import (
+    Padding,
+    derive_contexts,
+    lost_context,
+    masked_attention,
+    one_run_each,
+    rows_attention,
+)
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import handle_object
@@ -100,8 +108,9 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
 
     The model, of transformers or wrapped by peft, is switched by name (`set_attn_implementation`); nothing in it is
     replaced but the `forward` of dropout modules and their layers, of mixers that scan, of layers that do not hand
-    keywords on, and what makes keys and values from latents; switching to another name undoes the rest. From now on
-    every call needs a context: see `inputs`. What `check` refuses is refused here.
+    keywords on, and what makes keys and values from latents; switching to another name undoes the rest. Calls with a
+    context (`inputs`) run on the engine's ranks; calls without one are whole documents of this rank alone: see
+    `plain_calls`. What `check` refuses is refused here.
 
     Args:
         longest: tokens of the longest document of the run, for a model whose rotary embedding follows the longest
@@ -120,6 +129,7 @@ def attach(model: Model, *, longest: int | None = None) -> Model:
             f"{type(causal).__name__} stays with attention {chosen!r} when {NAME!r} is chosen: its code does not look "
             "attention up by name; use a model that does"
         )
+    derive_contexts(decoder_of(causal), NAME)
     attach_mixers(causal, NAME)
     attach_experts(causal, NAME)
     context_layers(decoder_layers(causal))
@@ -278,32 +288,41 @@ def layer_config(module: nn.Module) -> Any:
 
 def mask_function(
     *,
-    attention_mask: torch.Tensor | None = None,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    attention_mask: torch.Tensor | Padding | None = None,
     use_vmap: bool = False,
     local_size: int | None = None,
     config: Any = None,
     mask_function: Any = None,
-    **_: Any,
-) -> int | str | None:
-    """Make no mask: the context says which token sees which. Padding and masks of a model's own are refused.
+    **options: Any,
+) -> torch.Tensor | Padding | int | str | None:
+    """Say what a call of whole documents is; make a mask only for tokens after those of a cache.
 
     Transformers hands on to layers what this returns: None is a causal mask, with a window or without, a number the
-    size of a chunk of chunked attention, `BIDIRECTIONAL` no mask at all.
+    size of a chunk of chunked attention, `BIDIRECTIONAL` no mask at all. In a call with a context, that says which
+    token sees which, and padding and masks are refused.
     """
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise SeqloomError(
-            f"an attention_mask of shape {list(attention_mask.shape)} with padding: documents are packed without "
-            f"padding, and the context knows where they end; leave attention_mask out: {CALL}"
-        )
     if use_vmap:  # transformers sets it for masks that are more than causal, windowed and packed
         raise SeqloomError(
             "this model adds a mask of its own to the causal one: the engine computes causal attention, full or with "
             "a sliding window; use a model without it"
         )
-    if mask_function is bidirectional_mask_function or getattr(config, "is_causal", True) is False:
-        return BIDIRECTIONAL
+    if isinstance(attention_mask, Padding):  # `generate()` has asked for it before
+        return attention_mask
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    static = isinstance(q_offset, torch.Tensor)  # a cache of fixed size, of which only the mask knows what is in use
+    if static or q_length != kv_length or (padded and not one_run_each(cast("torch.Tensor", attention_mask))):
+        options |= {"q_offset": q_offset, "attention_mask": attention_mask, "mask_function": mask_function}
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, **options)
+    bidirectional = mask_function is bidirectional_mask_function or getattr(config, "is_causal", True) is False
     chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
-    return local_size if chunked and local_size != getattr(config, "sliding_window", None) else None
+    chunk = local_size if chunked and local_size != getattr(config, "sliding_window", None) else None
+    if padded:
+        return Padding(cast("torch.Tensor", attention_mask), BIDIRECTIONAL if bidirectional else chunk)
+    return BIDIRECTIONAL if bidirectional else chunk
 
 
 def attention_function(
@@ -311,7 +330,7 @@ def attention_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | int | str | None,
+    attention_mask: torch.Tensor | Padding | int | str | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -324,7 +343,7 @@ def attention_function(
 
     Args:
         module: the layer's attention.
-        query: [1, heads, tokens, dim].
+        query: [1, heads, tokens, dim]; without a context a batch of them.
         key, value: [1, kv_heads, tokens, dim], one per kv head; of a module that hands on latents, these [1, 1, tokens,
             width], and its rotated keys.
         attention_mask: what `mask_function` gives.
@@ -332,31 +351,37 @@ def attention_function(
         dropout: refused by the engine unless 0.
         softcap: of the logits.
         is_causal: what the mask says already.
-        seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle, twice if latents travel.
+        seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle, twice if latents travel;
+            None: every row is a document, or goes on after those of a cache (`plain_calls`).
         keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this
             layer sees, itself included, `s_aux` are sinks, a logit for every head.
 
     Returns:
         Output [1, tokens, heads, dim of values], and None for the attention weights, which never exist.
     """
-    if seqloom_context is None:
+    if seqloom_context is None and lost_context(module):
         raise SeqloomError(
-            f"{type(module).__name__} was called without a context: attention {NAME!r} needs the round that its tokens "
-            f"belong to; call {CALL}, or go back with model.set_attn_implementation('sdpa'). If the call had one, this "
-            "model does not hand keywords on to attention: set model.compile = false, or use another"
+            f"{type(module).__name__} was called without the context of the model's call: the model does not hand "
+            "keywords on to attention; set model.compile = false, or use another"
         )
     compiled = isinstance(seqloom_context, torch.Tensor)
-    causal = not isinstance(attention_mask, str)  # `BIDIRECTIONAL`
-    chunk = attention_mask if isinstance(attention_mask, int) else None
+    kind = attention_mask.kind if isinstance(attention_mask, Padding) else attention_mask
+    causal = not isinstance(kind, str)  # `BIDIRECTIONAL`
+    chunk = kind if isinstance(kind, int) else None
     said = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _check_call(module, query, key, value, attention_mask, keywords)
-    _check_causal(module, causal, said)
-    _check_window(module, keywords, compiled=compiled)
-    _check_chunk(module, chunk, compiled=compiled)
+    _check_keywords(module, keywords)
+    if seqloom_context is not None:
+        _check_call(module, query, key, attention_mask, keywords)
+    if not isinstance(attention_mask, torch.Tensor):
+        _check_causal(module, causal, said)
+        _check_window(module, keywords, compiled=compiled)
+        _check_chunk(module, chunk, compiled=compiled)
     if query.is_meta:  # of a trial call, which computes nothing
         return value.new_empty((*query.shape[:1], *query.shape[2:0:-1], value.shape[-1])), None
     options: dict[str, Any] = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout}
     options |= {"softcap": softcap, "sinks": keywords.get("s_aux"), "attention_chunk": chunk, "causal": causal}
+    if seqloom_context is None:
+        return _attend_rows(module, query, key, value, attention_mask, options), None
     if isinstance(seqloom_context, torch.Tensor):
         if hands_on_latents(module):
             if len(seqloom_context) > 1:
@@ -392,6 +417,23 @@ def _attend(
     return pad_empty(latent_attention(q, rows, weight, latent_shape(module), context, **options))
 
 
+def _attend_rows(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
+) -> torch.Tensor:
+    """Return the attention of a call without a context, [batch, tokens, heads, dim]."""
+    if hands_on_latents(module):
+        key, value = expand(module, key, value)
+    if isinstance(mask, torch.Tensor):
+        softmax = {name: options[name] for name in ("scale", "softcap", "sinks", "dropout")}
+        return masked_attention(query, key, value, mask, **softmax)
+    if key.shape[2] != query.shape[2]:
+        raise SeqloomError(
+            f"{type(module).__name__}: {key.shape[2]} keys for {query.shape[2]} queries, and no mask that says which "
+            "sees which; let the model make it: pass past_key_values and an attention_mask of all tokens, or of none"
+        )
+    return rows_attention(query, key, value, mask if isinstance(mask, Padding) else None, options)
+
+
 @torch.compiler.disable
 def _outside_graph(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, options: Any
@@ -415,11 +457,10 @@ def _check_call(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | int | str | None,
+    attention_mask: torch.Tensor | Padding | int | str | None,
     keywords: dict[str, Any],
 ) -> None:
-    """Refuse a call that means something else than the engine computes."""
+    """Refuse a call with a context that means something else than the context says."""
     name = type(module).__name__
     if query.shape[0] != 1:
         raise SeqloomError(
@@ -431,14 +472,25 @@ def _check_call(
             f"{name}: {key.shape[2]} keys for {query.shape[2]} queries, use_cache={keywords.get('use_cache')}: keys "
             "come from the round's ranks, not from a cache; pass use_cache=False"
         )
+    if isinstance(attention_mask, Padding):
+        raise SeqloomError(
+            f"an attention_mask of shape {list(attention_mask.mask.shape)} with padding: documents are packed without "
+            f"padding, and the context knows where they end; leave attention_mask out: {CALL}"
+        )
     if isinstance(attention_mask, torch.Tensor):
         raise SeqloomError(
             f"{name} was given a mask of shape {list(attention_mask.shape)}: who sees whom is in the context; "
             "leave attention_mask out, or use a model without a mask of its own"
         )
+
+
+def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
+    """Refuse what a layer asks for that is not computed."""
     for keyword, what in NOT_COMPUTED.items():
         if keywords.get(keyword) is not None:
-            raise SeqloomError(f"{name} passes {keyword}: {what} is not computed here; use a model without it")
+            raise SeqloomError(
+                f"{type(module).__name__} passes {keyword}: {what} is not computed here; use a model without it"
+            )
 
 
 def _check_causal(module: nn.Module, causal: bool, said: bool) -> None:

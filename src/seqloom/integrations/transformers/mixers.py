@@ -30,6 +30,7 @@ from seqloom.attention.scan import PackedDocuments, StateScan, WholeDocuments, s
 from seqloom.dist import Context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
+from seqloom.integrations.transformers.plain_calls import lost_context
 from seqloom.models.compile import handle_object
 
 Function = Callable[..., Any]
@@ -124,7 +125,7 @@ def _with_scans(module: nn.Module, config: Any, name: str) -> FunctionType:
     forward: Any = inspect.unwrap(type(module).forward)
     layer = getattr(module, "layer_idx", None)
     scans = {
-        each: partial(_run_scan, scan, forward.__globals__[each], layer, config, name)
+        each: partial(_run_scan, scan, forward.__globals__[each], module, layer, config, name)
         for each, scan in SCANS.items()
         if each in forward.__code__.co_names
     }
@@ -137,6 +138,7 @@ def _with_scans(module: nn.Module, config: Any, name: str) -> FunctionType:
 def _run_scan(
     scan: Function,
     original: Function,
+    mixer: nn.Module,
     layer: int | None,
     config: Any,
     name: str,
@@ -144,15 +146,19 @@ def _run_scan(
     seqloom_context: Context | torch.Tensor | None = None,
     **keywords: Any,
 ) -> Any:
-    """Run a scan of ours in the place of a model's function, unless the model is back with its own attention."""
+    """Run a scan of ours in the place of a model's function, unless every row of the call is a document.
+
+    Or unless the model is back with its own attention.
+    """
     if config._attn_implementation != name:
         return original(*args, **keywords)
     if seqloom_context is None:
-        raise SeqloomError(
-            f"{original.__name__} of layer {layer} was called without a context: it needs the round that its tokens "
-            "belong to; call the model with seqloom.integrations.transformers.attach.inputs. If the call had one, this "
-            "model does not hand keywords on to its mixers and cannot be used"
-        )
+        if lost_context(mixer):
+            raise SeqloomError(
+                f"{original.__name__} of layer {layer} was called without the context of the model's call: the model "
+                "does not hand keywords on to its mixers and cannot be used"
+            )
+        return original(*args, **keywords)
     if isinstance(seqloom_context, torch.Tensor):
         seqloom_context = handle_object(seqloom_context).context
     if not takes_kernels(args[0]):

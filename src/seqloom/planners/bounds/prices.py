@@ -70,7 +70,8 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
     """Price documents of so many tokens, float64[n], in every shape, and keep the best of every degree."""
     rates = shape_rates(cost, policy)
     single = cost.engine.token_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())  # one TP group, no exchanges
-    linear = (single["linear"] - cost.engine.scan_token_ns(policy) + single.get("head", 0.0)) * cost.tensor
+    everywhere = single.get("head", 0.0) + single.get("expert", 0.0)
+    linear = (single["linear"] - cost.engine.scan_token_ns(policy) + everywhere) * cost.tensor
     round_fixed = _round_fixed(cost, policy)
     attention = cost.engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
     capacity, token_movable = cost.capacity(policy), movable_ns(cost, policy)
@@ -198,8 +199,12 @@ def _round_fixed(cost: CostModel, policy: MemoryPolicy) -> np.ndarray:
 
 
 def _streams(parts: dict[str, float], overlaps: bool) -> list[float]:
-    """Sum the parts of each stream; what has no ring hides nothing, so that its stream 1 is its stream 0."""
-    names = (STREAMS[0], STREAMS[1] if overlaps else STREAMS[0], STREAMS[2])
+    """Sum the parts of each stream; what has no ring hides nothing, so that its stream 1 is its stream 0.
+
+    Tokens for experts of other nodes may go from another rank, whose NIC they occupy: the network stream is without.
+    """
+    network = tuple(name for name in STREAMS[2] if name != "expert_network")
+    names = (STREAMS[0], STREAMS[1] if overlaps else STREAMS[0], network)
     return [sum(parts.get(name, 0.0) for name in stream) for stream in names]
 
 
@@ -287,7 +292,8 @@ def movable_ns(cost: CostModel, policy: MemoryPolicy) -> float:
         return 0.0
     most = 0.0
     for remap in Remap:
-        moved = sum(linear for linear, _ in cost.engine.layout_token_ns(policy, remap).values())
+        rates = cost.engine.layout_token_ns(policy, remap)
+        moved = sum(linear for name, (linear, _) in rates.items() if name in STREAMS[0])
         most = max(most, moved - remap_transfer_ns(cost, links, policy, remap))
     return most
 

@@ -515,11 +515,11 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
         spans = sum(len(group.spans) for entry in plan.pipelines[0].rounds for group in entry.groups)
         if spans > len(plan.documents):
             return None
-        own = cost.with_tensor(stages[0].tensor)
+        own = cost.for_stage(stages[0])
         offloads = any(work.offload for entry in plan.pipelines[0].rounds for work in entry.by_stage)
         return lower_bound(np.array(plan.documents), own.with_offload() if offloads or cost.offload is True else own)
     if len(plan.pipelines) == 1 and len(stages) > 1 and all(stage.tensor == 1 for stage in stages):
-        return stages_bound(plan, plan.pipelines[0], cost)
+        return stages_bound(plan, plan.pipelines[0], cost.for_stage(stages[0]))
     return pipelines_bound(plan, cost)
 
 
@@ -576,7 +576,7 @@ def _pipeline_bounds(pipeline: Pipeline, documents: tuple[int, ...], cost: CostM
         work, chain = np.zeros((2, len(documents)))
         for stage in pipeline.stages_of(pp_rank):
             part = pipeline.layer_ranges[stage]
-            prices = _shape_prices(cost.with_tensor(pipeline.stages[stage].tensor), documents)
+            prices = _shape_prices(cost.for_stage(pipeline.stages[stage]), documents)
             share = (part.stop - part.first) / part.model_layers
             for sums, least in zip((work, chain), prices.least(share, part.has_head, len(ranks)), strict=True):
                 sums += least

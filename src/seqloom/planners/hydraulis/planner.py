@@ -65,7 +65,16 @@ def propose_strategies(
     require_free(cost)
     array = Batch.of(lengths).lengths
     costs = config_costs(cost, int(array.max()))
-    return propose(array, costs, cost.ranks, cost.node_size, tokens_per_step=tokens_per_step, most=most, seed=seed)
+    return propose(
+        array,
+        costs,
+        cost.ranks,
+        cost.node_size,
+        tokens_per_step=tokens_per_step,
+        most=most,
+        seed=seed,
+        switch_ns=lambda strategy: switch_ns(strategy, cost),
+    )
 
 
 def plan_strategies(

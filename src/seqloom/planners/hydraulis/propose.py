@@ -4,7 +4,8 @@
    longest document is of that class; more pipelines fill the GPUs that are left. It does the same for sample steps:
    random ones, and for every parallel config one whose longest document just fits it, since rare long documents have
    their step too.
-2. All of these mixes, and every homogeneous one, are timed on the samples.
+2. All of these mixes, and every homogeneous one, are timed on the samples, the switch to each counted. A switch moves
+   the more the fewer GPUs a pipeline has, so there are also mixes without the small configs.
 3. The list begins with the fastest strategy that holds the longest document. Then strategies join greedily, each time
    the one that saves most time when every sample takes the best of the list. For a single step the list has the
    fastest ones.
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -54,10 +55,12 @@ def propose(
     tokens_per_step: int | None = None,
     most: int = MAX_STRATEGIES,
     seed: int = 0,
+    switch_ns: Callable[[Strategy], int] | None = None,
 ) -> tuple[Strategy, ...]:
     """Propose at most `most` strategies that together suit every step of a data set; the first holds its longest.
 
     Configs that do not fit the nodes are left out. Without `tokens_per_step`, the lengths are the only step.
+    `switch_ns` says what the switch to a strategy adds to a step; None: nothing.
     """
     data = np.asarray(lengths, dtype=np.int64)
     legal = {config: cost for config, cost in costs.items() if fits_nodes(config, ranks, node_size)}
@@ -70,12 +73,18 @@ def propose(
         )
     histogram = Histogram.of(data, tokens_per_step, limits)
     samples = [data] if tokens_per_step is None else list(sample_steps(data, limits, tokens_per_step, seed))
-    candidates = Candidates(samples, legal, ranks, node_size)
+    candidates = Candidates(samples, legal, ranks, node_size, switch_ns)
     averages = [histogram.upto(edge) for edge in histogram.edges.tolist()]
     for steps in (*averages, *(Histogram.of(sample, None, limits) for sample in samples)):
         ns, mix = best_mix(steps, legal, ranks)
         if ns < NEVER:
             candidates.add(fill_ranks(mix, legal, ranks))
+    if switch_ns is not None:
+        for least in sorted({config.ranks for config in legal})[1:]:
+            large = {config: cost for config, cost in legal.items() if config.ranks >= least}
+            ns, mix = best_mix(histogram, large, ranks)
+            if ns < NEVER:
+                candidates.add(fill_ranks(mix, large, ranks))
     for config in legal:
         if ranks % config.ranks == 0:
             candidates.add(Counter({config: ranks // config.ranks}))
@@ -150,6 +159,8 @@ def best_mix(histogram: Histogram, costs: ConfigCosts, ranks: int) -> tuple[int,
     taken: dict[tuple[int, int], tuple[int, int]] = {}
     for n in range(1, len(best)):
         fitting = int(np.searchsorted(units, n, side="right"))
+        if not fitting:  # fewer GPUs than the smallest config has
+            continue
         reached = np.maximum(best[n - units[:fitting], :, None], time[:fitting])
         value = reached.min(axis=1)
         pick = value.argmin(axis=0)
@@ -222,9 +233,16 @@ def sample_steps(data: np.ndarray, limits: Iterable[int], tokens: int, seed: int
 class Candidates:
     """Candidate strategies and their times on sample steps."""
 
-    def __init__(self, samples: Sequence[np.ndarray], costs: ConfigCosts, ranks: int, node_size: int) -> None:
+    def __init__(
+        self,
+        samples: Sequence[np.ndarray],
+        costs: ConfigCosts,
+        ranks: int,
+        node_size: int,
+        switch_ns: Callable[[Strategy], int] | None = None,
+    ) -> None:
         self.samples = [np.sort(sample)[::-1] for sample in samples]  # longest first
-        self.costs, self.ranks, self.node_size = costs, ranks, node_size
+        self.costs, self.ranks, self.node_size, self.switch_ns = costs, ranks, node_size, switch_ns
         self.strategies: list[Strategy] = []
         self.times: list[np.ndarray] = []
         self.best = np.full(len(samples), NEVER, dtype=np.int64)
@@ -238,20 +256,22 @@ class Candidates:
         strategy = place_pipelines(mix.elements(), self.costs, self.ranks, self.node_size)
         if strategy is None:
             return
+        switch = self.switch_ns(strategy) if self.switch_ns else 0
         times = [
-            self._time(sample, strategy, best) for sample, best in zip(self.samples, self.best.tolist(), strict=True)
+            self._time(sample, strategy, switch, best)
+            for sample, best in zip(self.samples, self.best.tolist(), strict=True)
         ]
         self.strategies.append(strategy)
         self.times.append(np.array(times, dtype=np.int64))
         self.best = np.minimum(self.best, self.times[-1])
 
-    def _time(self, sample: np.ndarray, strategy: Strategy, best: int) -> int:
-        """ns of a sample; the lower bound if that is above the best time so far."""
+    def _time(self, sample: np.ndarray, strategy: Strategy, switch: int, best: int) -> int:
+        """ns of a sample and the switch; the lower bound if that is above the best time so far."""
         if strategy.max_tokens < sample[0]:
             return NEVER
         problem = problem_of(sample, strategy, self.costs)
-        bound = lower_bound(problem)
-        return bound if bound >= best else assign(problem, np.arange(len(sample))).ns
+        bound = lower_bound(problem) + switch
+        return bound if bound >= best else assign(problem, np.arange(len(sample)), switch_ns=switch).ns
 
     def fastest(self, most: int) -> tuple[Strategy, ...]:
         """The fastest strategies on the first sample."""

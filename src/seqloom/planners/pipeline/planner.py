@@ -127,7 +127,8 @@ def plan_pipeline(
 
 def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks: int) -> Plan:
     """The fastest plan over the usual numbers of stages; if all are refused, the last refusal."""
-    options = [n for n in USUAL_STAGES if cost.ranks % (n * cost.tensor) == 0 and n * chunks <= cost.model.layers]
+    width = max(cost.tensor, cost.expert)
+    options = [n for n in USUAL_STAGES if cost.ranks % (n * width) == 0 and n * chunks <= cost.model.layers]
     if not options:
         raise SeqloomError(
             f"{cost.ranks} ranks and {cost.model.layers} layers cannot be cut into 2, 4 or 8 stages; "

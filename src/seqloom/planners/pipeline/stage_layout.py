@@ -25,6 +25,7 @@ class StageLayout:
     pp_rank_of_stage: tuple[int, ...]  # in the order of a forward pass
     layers: tuple[int, ...]  # number of layers of every stage
     tensor: int = 1  # tensor-parallel degree
+    expert: int = 1  # expert-parallel degree
 
     @classmethod
     def of(
@@ -53,7 +54,7 @@ class StageLayout:
                 f"numbers of at least 1 that add up to the {cost.model.layers} layers of {cost.model.name}; leave them "
                 "out to balance them"
             )
-        return cls(pp_size, cost.ranks // pp_size, pp_ranks, counts, cost.tensor)
+        return cls(pp_size, cost.ranks // pp_size, pp_ranks, counts, cost.tensor, cost.expert)
 
     @property
     def layer_ranges(self) -> tuple[LayerRange, ...]:
@@ -65,7 +66,7 @@ class StageLayout:
     def stages(self) -> tuple[Stage, ...]:
         """The stages as a plan lists them."""
         return tuple(
-            Stage(self.ranks(pp_rank), (layers.first, layers.stop), self.tensor)
+            Stage(self.ranks(pp_rank), (layers.first, layers.stop), self.tensor, self.expert)
             for pp_rank, layers in zip(self.pp_rank_of_stage, self.layer_ranges, strict=True)
         )
 
@@ -100,11 +101,12 @@ def check_stages(cost: CostModel, pp_size: int, chunks: int) -> None:
             f"{name} for the {layers} layers of {cost.model.name}: every stage needs a layer; use at most "
             f"{max(1, layers // chunks)} stages" + (f" or {max(1, layers // pp_size)} chunks" * (chunks > 1))
         )
-    if ranks % (pp_size * cost.tensor):
-        tp_groups = ranks // cost.tensor
-        legal = [count for count in range(1, tp_groups + 1) if tp_groups % count == 0 and count * chunks <= layers]
+    size = max(cost.tensor, cost.expert)
+    if ranks % (pp_size * size):
+        groups, kind = ranks // size, "tensor" if cost.tensor > 1 else "EP"
+        legal = [count for count in range(1, groups + 1) if groups % count == 0 and count * chunks <= layers]
         nearest = min(legal, key=lambda count: (abs(count - pp_size), count))
-        whole = f", in whole tensor groups of {cost.tensor}" if cost.tensor > 1 else ""
+        whole = f", in whole {kind} groups of {size}" if size > 1 else ""
         raise SeqloomError(
             f"{pp_size} stages on {ranks} ranks: every stage has as many ranks as the others{whole}; use {nearest} "
             "stages"

@@ -123,6 +123,28 @@ def test_a_short_list_for_a_data_set():
         propose(np.array([43_521]), costs, 32, 8)
 
 
+def test_a_list_is_proposed_for_the_switch_cost_that_its_steps_pay():
+    """Small pipelines compute fastest; where a switch to them costs a second, a list without them is faster."""
+    costs = published_model("32b").costs()
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(np.exp(draw.normal(6, 1.4, 2000)).astype(np.int64) + 1, 16_384)
+
+    def switch_ns(strategy):
+        return 4_000_000_000 // min(len(pipe.ranks) for pipe in strategy.pipelines)
+
+    free, charged = (
+        propose(lengths, costs, 32, 8, tokens_per_step=30_000, switch_ns=price) for price in (None, switch_ns)
+    )
+    steps = [draw.choice(lengths, 30) for _ in range(8)]
+
+    def mean_ns(listed):
+        switches = [switch_ns(strategy) for strategy in listed]
+        return np.mean([rank_strategies(step, listed, costs, switches, most=1)[0].ns for step in steps])
+
+    assert mean_ns(charged) < 0.98 * mean_ns(free)
+    assert propose(lengths, costs, 32, 8, tokens_per_step=30_000, switch_ns=lambda _: 0)[0].max_tokens >= lengths.max()
+
+
 @pytest.mark.parametrize(("ranks", "node"), [(64, 8), (24, 8), (12, 6), (16, 4)])
 def test_pipelines_lie_in_aligned_blocks(ranks, node):
     costs = {

@@ -164,15 +164,16 @@ def test_megatron_keeps_its_sizes_its_cap_and_no_rank_empty(sizes, ranks):
 
 
 def test_a_claim_is_validated_only_where_it_is_met():
-    claim = PublishedClaim("te-cp", 2.0, 0.2, {"a": 2.3, "b": 2.5})
+    claim = PublishedClaim("te-cp", 2.0, 0.2, {"a": 2.3, "b": 2.5}, "on 8 GPUs")
     assert [claim.validated(profile) for profile in "abc"] == [True, False, False]
-    assert claim.verdict("a").startswith("validated: 2.30x") and "not tried" in claim.verdict("c")
+    assert claim.verdict("a") == "validated: 2.30x under profile a, on 8 GPUs; published 2.00x over te-cp"
+    assert "not tried" in claim.verdict("c")
     assert not PublishedClaim(remark="nothing").validated("a")
 
 
 def test_claims_are_those_of_the_committed_results():
     results = Path(__file__).parents[4] / "benchmarks" / "results"
-    solver = json.loads((results / "flexsp_solver.json").read_text())["figures"]["ratios"]["Wikipedia"]
+    solver = json.loads((results / "flexsp_cells.json").read_text())["figures"]["flexsp"]
     assert CLAIMS["flexsp"].ratio == solver["published"]
     assert CLAIMS["flexsp"].measured == {"flexsp-a100": round(solver["static_over_flexsp"], 2)}
     figures = json.loads((results / "zeppelin.json").read_text())["figures"]
