@@ -8,7 +8,7 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,14 @@ from seqloom.planners.hydraulis import (
     strategies_from_json,
     strategies_to_json,
 )
+from seqloom.profiling.replay import dumped_step, load_dump
 from seqloom.schedules import build_schedule
 from seqloom.schedules.schedule import Schedule, to_csv
 from seqloom.train.checkpoint import TensorReader, UnreadableMetadata
 from seqloom.train.config import Config
 from seqloom.train.logging import read_steps
 from seqloom.train.run_folder import Manifest
+from seqloom.train.step_checks import Dump
 from support.tiny_specs import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +84,7 @@ class Reader:
 def readers(folder: Path) -> list[Reader]:
     """Return all readers; valid files are made in a folder."""
     makers = (_lengths, _configs, _plans, _profiles, _clusters, _models, _schedules, _strategies, _stores, _megatron)
-    makers += (_safetensors, _checkpoints, _metrics, _kernel_tables, _records)
+    makers += (_safetensors, _checkpoints, _dumps, _metrics, _kernel_tables, _records)
     return [make(folder) for make in makers]
 
 
@@ -278,6 +280,22 @@ def _checkpoints(folder: Path) -> Reader:
             TensorReader(at).read_metadata()
 
     return Reader("checkpoints", (files,), {".json": as_json}, read)
+
+
+def _dumps(folder: Path) -> Reader:
+    lengths = [5, 30]
+    plan = make_plan("static:1", np.array(lengths), cost_model("1x2xH200", "qwen3-0.6b"))
+    ids = [[*range(length)] for length in lengths]
+    labels = [[*each[1:], -100] for each in ids]
+    config = Config.load(ROOT / "recipes" / "tiny-cpu.toml", []).as_dict()
+    dump = Dump(3, "the loss is nan", plan.hash, plan.to_json(), 7, [11, 4], ids, labels, config)
+    manifest = Manifest(3, {}, {}, asdict(dump), "2.13.0").to_json()
+
+    def read(at: Path, number: int) -> None:
+        found, _ = load_dump(at)
+        dumped_step(at, found, vocabulary=257)
+
+    return Reader("dumps", ({"seqloom.json": manifest.encode()},), {".json": as_json}, read)
 
 
 def _metrics(folder: Path) -> Reader:

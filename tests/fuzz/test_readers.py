@@ -19,7 +19,7 @@ def made(tmp_path_factory):
 
 NAMES = (
     *("lengths", "configs", "plans", "profiles", "clusters", "models", "schedules", "strategies", "stores", "megatron"),
-    *("safetensors", "checkpoints", "metrics", "kernel tables", "records"),
+    *("safetensors", "checkpoints", "dumps", "metrics", "kernel tables", "records"),
 )
 
 

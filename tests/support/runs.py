@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqloom.data import StoreWriter
+from seqloom.data import Batch, StoreWriter
 from seqloom.dist import Transport
-from seqloom.errors import MemoryBudgetError
+from seqloom.errors import MemoryBudgetError, SeqloomError
+from seqloom.params.interface import local_tensor
 from seqloom.plan import Plan
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.simulate import predicted_ns
-from seqloom.train import checkpoint
+from seqloom.train import checkpoint, step_checks
 from seqloom.train import trainer as trainer_module
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Config
@@ -144,6 +145,47 @@ def train_out_of_memory(transport: Transport, config: Config) -> str:
         return str(error)
     finally:
         trainer_module.run_step = run_step
+    return ""
+
+
+class DisturbedTrainer(TrainerHere):
+    """A trainer that something happens to at step 2; see `train_disturbed`."""
+
+    disturbance = ""
+    value = 0.0
+
+    def train_step(self, step_plan: StepPlan, batch: Batch) -> StepRecord:
+        """Disturb, and run the step."""
+        if step_plan.step != 2:
+            return super().train_step(step_plan, batch)
+        shards = {name: local_tensor(each.detach()) for name, each in self.parameters.device_shards().items()}
+        assert self.disturbance in {*shards, "nothing", "bit", "loss"}, self.disturbance
+        replicated = self.config.plan.sharding == "none"
+        if self.disturbance in shards and (replicated or self.transport.rank == 0):
+            shards[self.disturbance].view(-1)[0] = self.value
+        record = super().train_step(step_plan, batch)
+        if self.disturbance == "bit" and self.transport.rank == self.transport.ranks - 1:
+            next(each for each in shards.values() if each.numel()).view(-1)[:1].view(torch.int64)[0] ^= 1
+        return record
+
+
+def train_disturbed(transport: Transport, config: Config, disturbance: str, value: float = 0.0) -> str:
+    """Be a rank of a run that something happens to; return what it says.
+
+    "bit": one bit of a parameter of the last rank changes after step 2. "loss": the last rank computes another loss of
+    a document alone. Else the name of a parameter: its first value is `value` before step 2.
+    """
+    rank_losses = step_checks.rank_losses
+    if disturbance == "loss" and transport.rank == transport.ranks - 1:
+        step_checks.rank_losses = lambda *arguments: rank_losses(*arguments) * torch.tensor([1.001, 1.0])
+    try:
+        with DisturbedTrainer(by_the_planner, RunSetup.load(config, transport.ranks), transport) as trainer:
+            trainer.disturbance, trainer.value = disturbance, value
+            trainer.train()
+    except SeqloomError as error:
+        return str(error)
+    finally:
+        step_checks.rank_losses = rank_losses
     return ""
 
 

@@ -55,7 +55,7 @@ def root(
 # In the order of the help.
 for verb in (
     *(demo.demo, plan.plan, compare.compare, plan.simulate, propose.propose, schedule.schedule, profile.profile),
-    *(check.check, train.train, train.verify, doctor.doctor),
+    *(check.check, train.train, train.verify, train.replay, doctor.doctor),
 ):
     app.command(verb.__name__)(verb)
 app.add_typer(data.app, name="data")

@@ -1,15 +1,16 @@
-"""``seqloom train`` and ``seqloom verify``: train a config's model, or compare its steps under several plans with one
-process, gradient by gradient."""
+"""``seqloom train``, ``seqloom verify`` and ``seqloom replay``: train a config's model, compare its steps under several
+plans with one process, gradient by gradient, or run one again that has failed."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from seqloom.cli import shared
 from seqloom.errors import SeqloomError, import_extra, unknown_name
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from seqloom.planners.registry import PlannerChoice
+    from seqloom.profiling.replay import Replay
     from seqloom.profiling.verify import PlanComparison
     from seqloom.train.config import Config
     from seqloom.train.model import ModelFamily
@@ -164,6 +166,59 @@ def _verify_batches(
                 rows.append(row)
                 step(f"batch {index}: {row.planner}")
     return rows
+
+
+def replay(
+    dump: Annotated[Path, Argument(help="Folder that a run has left in failed/ of its output.", metavar="DUMP")],
+    dtype: Annotated[
+        str | None, Option(help="What layers compute in: float64, float32 or bfloat16; without it, as in the run.")
+    ] = None,
+    plan: Annotated[bool, Option("--plan", help="Run it under its plan as well, with threads for ranks.")] = False,
+    json: shared.AsJson = False,
+) -> None:
+    """Run a step again that has ended a run, on CPU in one process: loss, gradient norm, and what is not finite first.
+
+    A step whose loss or gradient norm is no number, whose gradient is zero, or that fails the checks of a run, is saved
+    with its parameters, documents and plan. Exit code 1 when its gradient is of no use here either.
+
+    \b
+    Example:
+        seqloom replay runs/tiny/failed/step-00000012
+        seqloom replay runs/tiny/failed/step-00000012 --dtype float64 --plan
+    """
+    import_extra("seqloom replay", "train", "torch")
+    from seqloom.profiling.replay import DTYPES, load_dump
+    from seqloom.profiling.replay import replay as run_again
+
+    found, config = load_dump(dump)
+    dtype = dtype or config.model.dtype
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    result = run_again(dump, found, config, model_family_of(config), dtype=dtype, under_plan=plan)
+    shared.report(json, result.as_dict, lambda console: _draw_replay(console, result))
+    if result.fails:
+        raise typer.Exit(1)
+
+
+def _draw_replay(console: Console, result: Replay) -> None:
+    shared.print_lines(
+        console,
+        f"step {result.step}, plan {result.plan_hash[:12]}: {result.documents:,} documents, {result.tokens:,} tokens",
+        f"the run stopped here: {result.reason}",
+        f"one process, {result.dtype}: loss {result.loss:.9g}, gradient norm {result.grad_norm:.9g}",
+    )
+    if result.plan_loss is not None:
+        numbers = f"loss {result.plan_loss:.9g}, gradient norm {result.plan_grad_norm:.9g}"
+        shared.print_lines(console, f"its plan, {result.dtype}: {numbers}")
+    if result.first_not_finite is not None:
+        shared.print_lines(console, f"first value that is no number: {result.first_not_finite}")
+    elif result.fails:
+        shared.print_lines(console, "no parameter has a gradient here either: look for values that overflow in a norm")
+    else:
+        shared.print_lines(console, "all numbers are finite here: look at the machine that ran the step")
+    if result.documents_not_finite:
+        numbers = ", ".join(map(str, result.documents_not_finite[:10]))
+        shared.print_lines(console, f"documents whose loss is no number: {numbers}")
 
 
 def draw_comparisons(console: Console, rows: list[PlanComparison], how: str) -> None:

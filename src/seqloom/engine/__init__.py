@@ -8,7 +8,7 @@
 `rank_actions` says what this rank does, `executor` does it, `stage_p2p` moves hidden states between stages.
 """
 
-from seqloom.engine.executor import StepResult, evaluate, run_step
+from seqloom.engine.executor import StepResult, evaluate, rank_losses, run_step
 from seqloom.engine.rank_actions import RankMicroBatch, RankPlan, bind_plan
 
-__all__ = ["RankMicroBatch", "RankPlan", "StepResult", "bind_plan", "evaluate", "run_step"]
+__all__ = ["RankMicroBatch", "RankPlan", "StepResult", "bind_plan", "evaluate", "rank_losses", "run_step"]

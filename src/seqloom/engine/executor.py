@@ -156,6 +156,15 @@ def evaluate(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int
     return _run_forward(rank_plan, parameters, rows, valid, Timer(rank_plan.device)).global_loss()
 
 
+def rank_losses(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> torch.Tensor:
+    """Return the sum of this rank's token losses and how many they are, float64[2]. All ranks call it.
+
+    `valid` labels of the whole step count; as in `evaluate` there are no gradients.
+    """
+    _check(rank_plan, parameters, valid)
+    return _run_forward(rank_plan, parameters, rows, valid, Timer(rank_plan.device)).totals
+
+
 def _run_forward(rank_plan: RankPlan, parameters: Parameters, rows: Rows, valid: int, timer: Timer) -> _Run:
     """Run all rounds of a plan forward, without gradients."""
     parameters.prefetch(rank_plan.plan)
@@ -228,6 +237,11 @@ class _Run:
             slices=self._timer.slices(),
             expert_tokens=numbers[3:].long().view(experts.shape) if experts.numel() else None,
         )
+
+    @property
+    def totals(self) -> torch.Tensor:
+        """Sum of losses and valid labels, of this rank until `global_loss`."""
+        return self._totals
 
     def global_loss(self) -> float:
         """Return the loss of the step; waits for the device."""

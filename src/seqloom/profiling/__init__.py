@@ -1,1 +1,1 @@
-"""Measuring a machine (`kernels`, `calibration`), predicting a run (`check`) and comparing results (`verify`)."""
+"""Measuring a machine (`kernels`, `calibration`), predicting a run (`check`), comparing steps (`verify`, `replay`)."""

@@ -83,8 +83,8 @@ class Checkpoints(AbstractContextManager):
         self._group, self._owns_group = group, False
         self._pending: tuple[int, Path, Future[Any]] | None = None
         self._saves = 0
-        if not dist.is_initialized():  # torch warns at every call that it runs in one process, which is meant
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        if not dist.is_initialized():
+            _expect_one_process()
         elif group is None:
             self._group, self._owns_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo")), True
         self._leads = self._group is None or dist.get_rank(self._group) == 0
@@ -108,6 +108,16 @@ class Checkpoints(AbstractContextManager):
         """Close, unless something failed: other ranks may never answer then."""
         if kind is None:
             self.close()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank."""
+        return self._leads
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The communicator; None: this process is the only one."""
+        return self._group
 
     @property
     def latest(self) -> Path | None:
@@ -181,15 +191,7 @@ class Checkpoints(AbstractContextManager):
         manifest, state = Manifest.read(path), _dcp_state(model, optimiser)
         manifest.check(path, self._gather_shapes(state))
         self._check_files(path, manifest)
-        try:
-            reader, alone = TensorReader(path), self._group is None
-            with torch.no_grad():
-                dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=alone)
-        except (CheckpointException, UnreadableMetadata) as error:
-            raise SeqloomError(
-                f"{path}: the checkpoint cannot be read ({_reasons(error)}); take another: "
-                f"{', '.join(self._others(path)) or 'there is none'}"
-            ) from error
+        _read_tensors(path, state, self._group)
         if path == self.latest:
             self._saved_or_loaded = manifest.step
         return manifest
@@ -204,9 +206,7 @@ class Checkpoints(AbstractContextManager):
             dist.all_gather_object(found, manifest.damage(path, share), group=self._group)
         damage = next((each for each in found if each is not None), None)
         if damage is not None:
-            raise DamagedCheckpointError(
-                f"{path} is damaged ({damage}); take another: {', '.join(self._others(path)) or 'there is none'}"
-            )
+            raise DamagedCheckpointError(f"{path} is damaged ({damage}); {_take_another(path)}")
 
     def set_aside(self) -> Path:
         """Rename the newest checkpoint, which is damaged, so that the one before is the newest; return its new name.
@@ -220,11 +220,6 @@ class Checkpoints(AbstractContextManager):
             self.latest.rename(aside)
         self._newest = self._find_newest()
         return aside
-
-    @staticmethod
-    def _others(path: Path) -> list[str]:
-        """Return the names of other complete checkpoints beside one."""
-        return [folder.name for _, folder in complete_checkpoints(path.parent) if folder != path]
 
     def _gather_shapes(self, state: States) -> dict[str, dict[str, str]]:
         """Shapes of the tensors of all ranks. Ranks compare hashes first: equal shapes are sent only once."""
@@ -251,6 +246,39 @@ class Checkpoints(AbstractContextManager):
         finally:
             if self._owns_group:
                 dist.destroy_process_group(self._group)
+
+
+def load_alone(path: Path, model: Tensors) -> Manifest:
+    """Copy the model of a checkpoint into tensors of this process alone; return its manifest."""
+    _expect_one_process()
+    manifest = Manifest.read(path)
+    manifest.check(path, {"model": {name: shape_name(tensor) for name, tensor in model.items()}})
+    damage = manifest.damage(path)
+    if damage is not None:
+        raise DamagedCheckpointError(f"{path} is damaged ({damage}); {_take_another(path)}")
+    _read_tensors(path, _dcp_state(model, {}), None)
+    return manifest
+
+
+def _read_tensors(path: Path, state: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup | None) -> None:
+    try:
+        with torch.no_grad():
+            dcp.load(state, storage_reader=TensorReader(path), process_group=group, no_dist=group is None)
+    except (CheckpointException, UnreadableMetadata) as error:
+        raise SeqloomError(
+            f"{path}: the checkpoint cannot be read ({_reasons(error)}); {_take_another(path)}"
+        ) from error
+
+
+def _take_another(path: Path) -> str:
+    """Name the other complete checkpoints beside one."""
+    others = [folder.name for _, folder in complete_checkpoints(path.parent) if folder != path]
+    return f"take another: {', '.join(others) or 'there is none'}"
+
+
+def _expect_one_process() -> None:
+    """Have torch not warn at every call that it runs in one process, which is meant."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 class AtomicWriter(FileSystemWriter):

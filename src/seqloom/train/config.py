@@ -266,6 +266,16 @@ class Checkpointing:
 
 
 @_checked
+class Checks:
+    """Whether the machines still compute what they should."""
+
+    every: Count = 250
+    """Steps from one check to the next; 0: never. A check compares the copies that ranks have of the same parameters,
+    bit by bit, and the loss of a document in the step with its loss alone on every rank. It takes about as long as the
+    forward of a step."""
+
+
+@_checked
 class Logging:
     """Where the metrics of steps go."""
 
@@ -296,6 +306,7 @@ class Config:
     schedule: Schedule = field(default_factory=Schedule)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    checks: Checks = field(default_factory=Checks)
     log: Logging = field(default_factory=Logging)
 
     def __post_init__(self) -> None:

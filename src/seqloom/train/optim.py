@@ -59,12 +59,20 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def check_gradient_norm(norm: float) -> None:
-    """Refuse to update parameters by gradients that are no numbers."""
-    if not math.isfinite(norm):
+def is_usable(loss: float, norm: float) -> bool:
+    """Whether a step has a gradient to update by: numbers, and not all of them zero where there is a loss.
+
+    A value that overflows inside a norm ends in a finite loss whose gradient is zero everywhere.
+    """
+    return math.isfinite(loss) and math.isfinite(norm) and (norm > 0 or loss == 0)
+
+
+def check_gradients(loss: float, norm: float) -> None:
+    """Refuse to update parameters by gradients that are no numbers, or zero although there is a loss."""
+    if not is_usable(loss, norm):
         raise SeqloomError(
-            f"the gradient's norm is {norm}; nothing was updated. Lower optimiser.lr, lengthen schedule.warmup, or "
-            "look for a bad document in this step"
+            f"the loss is {loss:g} and the gradient's norm {norm:g}; nothing was updated. Lower optimiser.lr, lengthen "
+            "schedule.warmup, or look for a bad document in this step"
         )
 
 

@@ -12,8 +12,8 @@ All ranks run the same lines in the same order; only rank 0 plans, displays and 
 5. Predicted and measured time, its phases, memory, MFU and gap to the bound become a `StepRecord`; one all-gather
    brings together what the ranks measured.
 
-Before the first step `warm_up` builds kernels and communicators; after steps that are due come evaluation and
-checkpoints.
+Before the first step `warm_up` builds kernels and communicators; after steps that are due come checks, evaluation and
+checkpoints. A step whose gradient is no number or zero, or that fails a check, is saved and ends the run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,10 +70,11 @@ from seqloom.train.model import (
     prepare_layers,
     shard_parameters,
 )
-from seqloom.train.optim import check_gradient_norm, learning_rate, set_learning_rate, state_by_name
+from seqloom.train.optim import check_gradients, learning_rate, set_learning_rate, state_by_name
 from seqloom.train.run_folder import DamagedCheckpointError, resumed_checkpoint
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
 from seqloom.train.signals import blocked_signals
+from seqloom.train.step_checks import FAILED, CheckFailedError, Dump, StepChecks, write_dump
 from seqloom.view.trace import MeasuredSlice, save_trace
 
 if TYPE_CHECKING:
@@ -126,6 +128,11 @@ class Trainer(AbstractContextManager):
             self._resume_notes: list[str] = []
             self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
             self.start_step = self.load_checkpoint()
+            self._checks = StepChecks(
+                *(setup, transport, self.parameters, self.bind, self.plans.broadcast),
+                *(partial(_gather, transport=transport), self._compute_dtype, self.device),
+            )
+            self._checked = 0
         except BaseException:
             self._closing.__exit__(*sys.exc_info())
             raise
@@ -186,6 +193,8 @@ class Trainer(AbstractContextManager):
                 if step_plan.fallback_reason:
                     metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
             self.checkpoints.poll()
+            if self._checks.due(step):
+                self.check_step(step_plan, batch, metrics)
             if evaluate_every and step % evaluate_every == 0:
                 self.evaluate(step, metrics)
             if self._leaves_after(step):
@@ -237,6 +246,7 @@ class Trainer(AbstractContextManager):
             clip = self.config.optimiser.clip or None
             began = time.perf_counter()
             result = run_step(rank_plan, self.parameters, rows, batch.valid_tokens, max_norm=clip)
+        self._check_gradients(step_plan, batch, result)
         computed = time.perf_counter()  # `run_step` has waited for the device, but not for the clipping
         rate = self.update(step_plan.step, result)
         if cuda:
@@ -261,6 +271,39 @@ class Trainer(AbstractContextManager):
             ]
             self._save_trace(step_plan, [begin, *own, TimeSlice("optimiser", computed - start, end - start)])
         return self._record(step_plan, batch, result, rate, mine)
+
+    def check_step(self, step_plan: StepPlan, batch: Batch, metrics: Metrics | None) -> None:
+        """Compare what ranks hold and compute after a step; save the step and stop if it differs. All ranks call it."""
+        step = step_plan.step
+        self._enter_phase(f"checks after step {step}, plan {step_plan.plan_hash[:12]}")
+        start = time.perf_counter()
+        try:
+            compared = self._checks.run(step, step_plan.plan, batch, self._model_state(masters=False))
+        except CheckFailedError as error:
+            since = f"the checks after step {self._checked} passed" if self._checked else "no check passed before"
+            raise SeqloomError(
+                f"step {step}, plan {step_plan.plan_hash[:12]}: {error}. {self._dump(step_plan, batch, str(error))}; "
+                f"{since}, and checkpoints since then may be wrong: go back to one before, on other machines"
+            ) from error
+        self._checked = step
+        if metrics is not None:
+            milliseconds = 1e3 * (time.perf_counter() - start)
+            metrics.note(step, f"checked in {milliseconds:.1f} ms: {compared}")
+
+    def _check_gradients(self, step_plan: StepPlan, batch: Batch, result: StepResult) -> None:
+        """Stop, and save the step, unless its gradient can be used. All ranks call it."""
+        try:
+            check_gradients(result.loss, result.gradient_norm)
+        except SeqloomError as error:
+            dumped = self._dump(step_plan, batch, str(error))
+            raise SeqloomError(f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}: {error}. {dumped}") from None
+
+    def _dump(self, step_plan: StepPlan, batch: Batch, reason: str) -> str:
+        """Save a step that failed; return how to run it again. All ranks call it."""
+        self._enter_phase(f"saving step {step_plan.step}, which failed", on_disk=True)
+        seed = step_seed(self.config.run.seed, step_plan.step)
+        dump = Dump.of(step_plan, batch, self.setup, reason, seed)
+        return write_dump(self.config.run.output / FAILED, dump, self._model_state(), self.checkpoints)
 
     def _save_trace(self, step_plan: StepPlan, mine: Sequence[TimeSlice]) -> None:
         """Write when every rank did what, beside the simulated step, on rank 0. All ranks call it."""
@@ -329,9 +372,8 @@ class Trainer(AbstractContextManager):
         return bind_plan(plan, self.transport, **options)
 
     def update(self, step: int, result: StepResult) -> float:
-        """Set the learning rate and step the optimiser, unless a gradient is no number; return the rate."""
+        """Set the learning rate and step the optimiser; return the rate."""
         settings, schedule = self.config.optimiser, self.config.schedule
-        check_gradient_norm(result.gradient_norm)
         rate = learning_rate(step, steps=self.setup.steps, peak=settings.lr, schedule=schedule)
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
@@ -414,10 +456,11 @@ class Trainer(AbstractContextManager):
         extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due}
         self.checkpoints.save(step, model=self._model_state(), optimiser=state_by_name(self.optimiser), extra=extra)
 
-    def _model_state(self) -> dict[str, torch.Tensor]:
-        """Return what steps change of the model: master weights, and the biases that balance experts."""
+    def _model_state(self, *, masters: bool = True) -> dict[str, torch.Tensor]:
+        """Return what steps change of the model: master weights, unless left out, and biases that balance experts."""
         balanced = self.config.optimiser.expert_bias_rate > 0
-        return {**self.parameters.master_weights(), **(self.adapter.bias_buffers() if balanced else {})}
+        biases = self.adapter.bias_buffers() if balanced else {}
+        return {**self.parameters.master_weights(), **biases} if masters else biases
 
     def load_checkpoint(self) -> int:
         """Load the checkpoint that the config says to resume from, if any; return the steps that are done.
@@ -496,7 +539,7 @@ class PlanBroadcast:
         if "error" in content:
             raise SeqloomError(f"step {step} cannot be planned: {content['error']}")
         step_plan = StepPlan(**content)
-        self._check_all_ranks(step, lengths, step_plan)
+        self.check_all_ranks(step, lengths, step_plan)
         return step_plan
 
     def broadcast(self, plans: Sequence[Plan] | None) -> list[Plan]:
@@ -509,7 +552,7 @@ class PlanBroadcast:
         payload = None if content is None else json.dumps(content).encode()
         return json.loads(self.transport.broadcast(payload))
 
-    def _check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
+    def check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
         """Compare step, lengths and, of the first plan, the hash over all ranks, before any rank acts on them.
 
         All ranks get the same text. They hash what they have read of the first one, to notice a rank of another

@@ -8,7 +8,7 @@ from torch import nn
 
 from seqloom.errors import SeqloomError
 from seqloom.train.config import Optimiser, Schedule
-from seqloom.train.optim import check_gradient_norm, learning_rate, make_optimiser, set_learning_rate, state_by_name
+from seqloom.train.optim import check_gradients, learning_rate, make_optimiser, set_learning_rate, state_by_name
 
 
 @pytest.fixture(autouse=True)
@@ -101,11 +101,15 @@ def test_the_state_before_the_first_step_is_what_torch_begins_with():
 
 
 def test_gradients_that_are_no_numbers_update_nothing():
-    check_gradient_norm(0.0)
-    check_gradient_norm(4.0)
+    check_gradients(1.0, 4.0)
+    check_gradients(0.0, 0.0)  # every label is certain
+    with pytest.raises(SeqloomError, match="the loss is 1 and the gradient's norm 0; nothing was updated"):
+        check_gradients(1.0, 0.0)
     for norm in (float("nan"), float("inf")):
-        with pytest.raises(SeqloomError, match=f"the gradient's norm is {norm}; nothing was updated"):
-            check_gradient_norm(norm)
+        with pytest.raises(SeqloomError, match=f"the gradient's norm {norm}; nothing was updated"):
+            check_gradients(1.0, norm)
+        with pytest.raises(SeqloomError, match=f"the loss is {norm}"):
+            check_gradients(norm, 1.0)
 
 
 def rates(steps, peak=2.0, **settings):
