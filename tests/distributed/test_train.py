@@ -20,6 +20,7 @@ from seqloom.train.config import Config
 from seqloom.train.logging import PHASES, read_steps
 from seqloom.train.model import build_reference
 from support.perfetto import check_trace
+from support.runs import logged
 from support.tiny_specs import TINY
 
 pytestmark = pytest.mark.distributed
@@ -229,6 +230,29 @@ def test_a_planner_that_cannot_plan_never_stops_training_and_the_log_says_why(se
     assert summary["steps"] == len(losses) == 2
     notes = (place / "fallback" / "metrics.jsonl").read_text()
     assert notes.count("static plan as a fallback: planner 'static:64'") == 2
+
+
+def test_measured_steps_refit_the_profile_and_a_resumed_run_goes_on_with_the_factors(seqloom_here, place, tmp_path):
+    """The profile of CPUs is far off for a model so small: the first refit is certain to change something."""
+    settings = {"evaluation.every": 0, "checkpoint.every": 0, "run.output": tmp_path / "run"}
+    for steps in (12, 16):
+        done = seqloom_here(*command(place, "", settings | {"run.steps": steps}), "--ranks", 2)
+        assert done.returncode == 0, done.stderr
+    steps, notes = read_steps(tmp_path / "run" / "metrics.jsonl"), logged(tmp_path / "run", "note")
+    drift = [note for note in notes if "with new factors" in note]
+    assert drift, notes
+    digest = drift[0].split("new factors ")[1][:8]
+    assert [step.factors for step in steps[:9]] == [""] * 9 and digest in {step.factors for step in steps}
+    assert sum(note.startswith("plans are priced by the factors of the checkpoint") for note in notes) == 1
+    assert steps[12].factors, "the first plan after the checkpoint has its factors"
+
+
+@pytest.mark.slow
+def test_plans_do_not_depend_on_times_without_feedback(seqloom_here, place, tmp_path):
+    settings = {"evaluation.every": 0, "checkpoint.every": 0, "plan.feedback": "false", "run.steps": 14}
+    done = seqloom_here(*command(place, "", settings | {"run.output": tmp_path / "run"}), "--ranks", 2)
+    assert done.returncode == 0, done.stderr
+    assert {step.factors for step in read_steps(tmp_path / "run" / "metrics.jsonl")} == {""}
 
 
 @pytest.mark.slow

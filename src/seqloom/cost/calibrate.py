@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from seqloom.cost.compute import BACKWARD_FLOPS
-from seqloom.cost.memory import GIB
 from seqloom.cost.model import CostModel
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links, require_analytic
 from seqloom.errors import SeqloomError
-from seqloom.plan import Plan, Sharding
+from seqloom.plan import Plan
 
 FREE = 1e9
 """A rate is multiplied with this where a constant shall cost nothing."""
@@ -85,15 +84,9 @@ def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, floa
     return Calibration(profile, factors, tuple(trials), tuple(_prices(cost, profile, trials).tolist()))
 
 
-def with_profile(cost: CostModel, profile: AnalyticProfile, sharding: Sharding | None = None) -> CostModel:
-    """The same cost model with another profile, and with another sharding if one is given."""
-    budget = cost.budget_bytes / GIB
-    return CostModel(cost.cluster, cost.model, profile, sharding or cost.sharding, budget, cost.max_length)
-
-
 def _prices(cost: CostModel, profile: AnalyticProfile, trials: Sequence[Trial]) -> np.ndarray:
     """float64[trials] ns under another profile, nothing hidden behind anything."""
-    priced = with_profile(cost, replace(profile, overlap=0.0))
+    priced = cost.with_profile(replace(profile, overlap=0.0))
     return np.array([priced.plan_ns(trial.plan) for trial in trials], dtype=np.float64)
 
 

@@ -239,6 +239,14 @@ class CostModel:
             whole._submeshes[key] = CostModel(part, self.model, *self._settings, **own)
         return whole._submeshes[key]
 
+    def with_profile(self, profile: AnalyticProfile, sharding: Sharding | None = None) -> CostModel:
+        """The whole cluster with another profile, and with another sharding if one is given, all else equal."""
+        whole = self.cluster_cost
+        degrees = {"tensor": whole.tensor, "expert": whole.expert}
+        options: dict[str, Any] = {**degrees, **whole._options}
+        settings = (profile, sharding or whole.sharding, *whole._settings[2:])
+        return CostModel(whole.cluster, whole.model, *settings, **options)
+
     def with_offload(self) -> CostModel:
         """The same with capacities that count on activations in host memory. Built once.
 

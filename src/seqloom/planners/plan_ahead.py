@@ -3,6 +3,9 @@
 It needs no torch and no data. The trainer submits the lengths of coming steps and takes the plan when a step begins. A
 plan that is late, or that the planner could not make, never stops a step: the fallback planner, static unless another
 is named, makes one at once, and the `StepPlan` carries the reason. A process that dies or hangs is replaced.
+
+Every request carries the factors of the profile by which it is planned and priced (`cost.feedback`), and the plan says
+which they were.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from seqloom.cost import CostModel
+from seqloom.cost.feedback import NO_CHANGE, FactorCosts, Factors
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
@@ -47,6 +51,8 @@ class StepPlan:
     fallback_reason: str = ""  # why the fallback planner made it; "" when it did not
     bound_ns: int | None = None  # lower bound of the step on the same stages; None: not computed
     idle_share: float | None = None  # share of the ranks' time that they wait, by the simulator; None: not computed
+    factors: Sequence[float] = NO_CHANGE  # of the profile by which it was planned and priced
+    factor_ns: Sequence[float] | None = None  # derivatives of `predicted_ns` by each factor; None: not computed
     _plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
@@ -74,6 +80,7 @@ class PlanAhead:
         patience_s: float = 1.0,
         first_patience_s: float | None = None,
         hang_s: float = 300.0,
+        feedback: bool = False,
     ) -> None:
         """Start the process.
 
@@ -83,12 +90,17 @@ class PlanAhead:
             patience_s: how long `take` waits for a plan before that; not again before the process has answered.
             first_patience_s: the same until the process has answered once: it starts, and may compile; None: as long.
             hang_s: how long the process may take for one answer; then another one replaces it.
+            feedback: whether plans carry what a refit of the factors needs, `StepPlan.factor_ns`.
+
+        Attributes:
+            factors: of the plans that are submitted from now on.
         """
-        self._cost, self._fallback, self._patience_s, self._hang_s = cost, fallback, patience_s, hang_s
+        self.factors, self._costs, self._feedback = NO_CHANGE, FactorCosts(cost), feedback
+        self._fallback, self._patience_s, self._hang_s = fallback, patience_s, hang_s
         self._chosen = PlannerChoice(planner) if isinstance(planner, str) else planner
         self._first_patience_s = patience_s if first_patience_s is None else first_patience_s
         self._timeout_s = self._first_patience_s
-        self._requests: SimpleQueue[tuple[int, np.ndarray] | None] = SimpleQueue()
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         self._changed = threading.Condition()  # guards what follows
         self._answers: dict[int, StepPlan | _Failure] = {}
         self._submitted: set[int] = set()
@@ -102,7 +114,7 @@ class PlanAhead:
         """Ask for the plan of a step; returns at once."""
         with self._changed:
             self._submitted.add(step)
-        self._requests.put((step, np.asarray(lengths, dtype=np.int64)))
+        self._requests.put(_Request(step, np.asarray(lengths, dtype=np.int64), self.factors))
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, waiting for it if need be; that of the fallback planner if it is late or fails.
@@ -121,9 +133,10 @@ class PlanAhead:
             self._answers = {other: answer for other, answer in self._answers.items() if other > step}
             self._submitted = {other for other in self._submitted if other > step}
         if isinstance(found, _Failure):
-            plan = self._fallback.plan(lengths, self._cost)
-            predicted = predicted_ns(plan, self._cost)
-            options = {"plan_ns": found.plan_ns, "fallback_reason": found.reason}
+            self._costs = self._costs.with_factors(self.factors)
+            plan = self._fallback.plan(lengths, self._costs.cost)
+            predicted = predicted_ns(plan, self._costs.cost)
+            options = {"plan_ns": found.plan_ns, "fallback_reason": found.reason, "factors": tuple(self.factors)}
             found = StepPlan(step, plan.to_json(), plan.hash, predicted, **options)
         return replace(found, wait_ns=time.monotonic_ns() - begin)
 
@@ -147,7 +160,8 @@ class PlanAhead:
         """Start a process; it inherits the signals that the calling thread has blocked."""
         context = get_context("spawn")
         connection, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._cost, self._chosen), daemon=True)
+        start = (theirs, self._costs.profiled, self._chosen, self._feedback)
+        process = context.Process(target=_serve, args=start, daemon=True)
         process.start()
         theirs.close()
         return process, connection
@@ -156,7 +170,7 @@ class PlanAhead:
         """Have requests answered one after the other, but for those of steps that are over."""
         ends = 0  # processes in a row that ended before they answered anything
         while (request := self._requests.get()) is not None:
-            step = request[0]
+            step = request.step
             if step <= self._taken:
                 continue
             answer = self._ask(request)
@@ -174,7 +188,7 @@ class PlanAhead:
                     self._answers[step] = answer
                 self._changed.notify_all()
 
-    def _ask(self, request: tuple[int, np.ndarray]) -> StepPlan | _Failure:
+    def _ask(self, request: _Request) -> StepPlan | _Failure:
         """Return the answer of the process, or that it has ended."""
         try:
             self._connection.send(request)
@@ -189,6 +203,14 @@ class PlanAhead:
         return _Failure(0, f"the planner's process did not answer within {self._hang_s:g} s", process_ended=True)
 
 
+class _Request(NamedTuple):
+    """What the process is asked for: the plan of a step with documents of these lengths, under these factors."""
+
+    step: int
+    lengths: np.ndarray
+    factors: Factors
+
+
 class _Failure(NamedTuple):
     """Why there is no plan, and how long planning took."""
 
@@ -197,25 +219,35 @@ class _Failure(NamedTuple):
     process_ended: bool = False
 
 
-def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice) -> None:
-    """Answer every (step, lengths) with a `StepPlan` or `_Failure` until pipe or trainer are gone."""
+def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice, feedback: bool) -> None:
+    """Answer every `_Request` with a `StepPlan` or `_Failure` until pipe or trainer are gone."""
     end_with_parent(1)
+    costs = FactorCosts(cost)
     while True:
         try:
-            step, lengths = connection.recv()
-            connection.send(_answer(step, cost, chosen, lengths))
+            request: _Request = connection.recv()
+            costs = costs.with_factors(request.factors)
+            connection.send(_answer(request, costs, chosen, feedback))
         except (EOFError, OSError):
             return
 
 
-def _answer(step: int, cost: CostModel, chosen: PlannerChoice, lengths: np.ndarray) -> StepPlan | _Failure:
-    begin = time.monotonic_ns()
+def _answer(request: _Request, costs: FactorCosts, chosen: PlannerChoice, feedback: bool) -> StepPlan | _Failure:
+    begin, cost = time.monotonic_ns(), costs.cost
     try:
-        plan = chosen.plan(lengths, cost)
+        plan = chosen.plan(request.lengths, cost)
         text, took = plan.to_json(), time.monotonic_ns() - begin
-        bound_ns, idle_share = plan_bound(plan, cost), simulate(plan, cost).idle_share
-        predicted, figures = predicted_ns(plan, cost), {"bound_ns": bound_ns, "idle_share": idle_share}
-        return StepPlan(step, text, plan.hash, predicted, plan_ns=took, **figures)
+        return StepPlan(
+            request.step,
+            text,
+            plan.hash,
+            predicted_ns(plan, cost),
+            plan_ns=took,
+            bound_ns=plan_bound(plan, cost),
+            idle_share=simulate(plan, cost).idle_share,
+            factors=tuple(request.factors),
+            factor_ns=tuple(costs.derivatives(plan, predicted_ns)) if feedback else None,
+        )
     except SeqloomError as error:
         reason = f"planner {chosen.name!r}: {error}"
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged

@@ -25,7 +25,7 @@ import torch
 from seqloom.attention.kernels.dispatch import KernelTimes, TimePoint, default_dispatcher
 from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
-from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, with_profile
+from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve
 from seqloom.cost.compute import OPTIMISER_TRAFFIC
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links, require_analytic
 from seqloom.cost.shapes import candidate_shapes
@@ -122,13 +122,13 @@ class Calibrator:
         known = ["matmul", "attention", "tile", "document"]
         if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only the exposed rest counts
             known.append(f"{self._links}.collective.bytes")
-        calibration = calibrate(with_profile(cost, start), trials, dict.fromkeys(known, 1.0))
+        calibration = calibrate(cost.with_profile(start), trials, dict.fromkeys(known, 1.0))
         if stages == 1:
             return calibration
         report("ranks by themselves")
         profile = self._measure_solo_ratio(calibration.profile, longest)
         report(f"handovers between {stages} stages, backwards in halves")
-        profile = measure_stage_costs(with_profile(cost, profile), self.transport, self.device, self.dtype, stages)
+        profile = measure_stage_costs(cost.with_profile(profile), self.transport, self.device, self.dtype, stages)
         return replace(calibration, profile=profile)
 
     def _measure_solo_ratio(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
@@ -459,7 +459,7 @@ def measure_stage_costs(
     """
     profile = require_analytic(cost.profile)
     if cost.sharding == Sharding.FREE:
-        cost = with_profile(cost, profile, Sharding.FULL)
+        cost = cost.with_profile(profile, Sharding.FULL)
     documents = np.full(UNITS * stages, STAGE_TOKENS)
     plans = [plan_pipeline(documents, cost, stages=stages, schedule=name, pieces=1) for name in ("1f1b", "zb-h1")]
     pipeline = plans[0].pipelines[0]
@@ -494,6 +494,6 @@ def solve_handover_us(plan: Plan, cost: CostModel, step_ns: float, busy_ns: floa
     low, high = 0, MOST_HANDOVER_US
     while low < high:  # the least whole number that is enough
         middle = (low + high) // 2
-        enough = predicted_ns(plan, with_profile(cost, replace(profile, handover_us=float(middle)))) >= wanted
+        enough = predicted_ns(plan, cost.with_profile(replace(profile, handover_us=float(middle)))) >= wanted
         low, high = (low, middle) if enough else (middle + 1, high)
     return float(low)

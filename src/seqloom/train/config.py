@@ -184,6 +184,9 @@ class Planning:
     """Host memory of a rank that plans may use; None: its share of what the cluster says of a node, if it does."""
     ahead: Count = 2
     """Steps that are planned ahead in the background; 0: each when it is due."""
+    feedback: Annotated[bool, Strict()] = True
+    """Whether plans learn from measured steps: a few factors of the profile are refitted while the run goes on. False:
+    plans depend on nothing but config and data, and are the same in every run."""
 
     def __post_init__(self) -> None:
         parse_planner(self.planner)

@@ -11,6 +11,7 @@ All ranks run the same lines in the same order; only rank 0 plans, displays and 
 4. `Trainer.update` sets the learning rate and steps the optimiser.
 5. Predicted and measured time, its phases, memory, MFU and gap to the bound become a `StepRecord`; one all-gather
    brings together what the ranks measured.
+6. `cost.feedback` on rank 0 compares the two, and refits a few factors of the profile: those of plans from then on.
 
 Before the first step `warm_up` builds kernels and communicators; after steps that are due come checks, evaluation and
 checkpoints. A step whose gradient is no number or zero, or that fails a check, is saved and ends the run.
@@ -34,6 +35,7 @@ from seqloom.attention import attention_builds
 from seqloom.attention.kernels import KernelBuild
 from seqloom.compat import is_out_of_memory
 from seqloom.cost.compute import forward_flops
+from seqloom.cost.feedback import NO_CHANGE, Factors, Feedback, Measurement, can_refit
 from seqloom.cost.memory import GIB
 from seqloom.data import Batch, RowReader
 from seqloom.describe.cluster import Device, is_device
@@ -119,6 +121,7 @@ class Trainer(AbstractContextManager):
         self._watchdog, self._leaves, self._start = watchdog, False, start or StartUp()
         self._model_family, self._closing = model_family, ExitStack()
         try:
+            self.feedback = Feedback(setup.cost) if config.plan.feedback and can_refit(setup.cost) else None
             # first: its process starts while this one loads the model
             self.plans = PlanBroadcast(transport, self._start_planner(), self.device)
             self._load_model()
@@ -133,6 +136,8 @@ class Trainer(AbstractContextManager):
                 *(partial(_gather, transport=transport), self._compute_dtype, self.device),
             )
             self._checked = 0
+            if self.feedback is not None:
+                self.plans.use_factors(self.feedback.factors)
         except BaseException:
             self._closing.__exit__(*sys.exc_info())
             raise
@@ -167,7 +172,7 @@ class Trainer(AbstractContextManager):
         metrics = self._open_metrics(stream)
         if metrics is not None:
             strategies = strategy_notes(self.config, self.setup.planners.strategies, self._resumed_strategies)
-            for text in (*notes, *self._resume_notes, *strategies):
+            for text in (*notes, *self._resume_notes, *strategies, *self._feedback_notes()):
                 metrics.note(self.start_step, text)
         self._start.enter("planning")
         evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
@@ -192,6 +197,8 @@ class Trainer(AbstractContextManager):
                 metrics.step(record)
                 if step_plan.fallback_reason:
                     metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
+                if step > self.start_step + 1 and (drift := self.learn(step_plan, record)):
+                    metrics.note(step, drift)
             self.checkpoints.poll()
             if self._checks.due(step):
                 self.check_step(step_plan, batch, metrics)
@@ -318,6 +325,28 @@ class Trainer(AbstractContextManager):
             title = f"step {step_plan.step}, plan {step_plan.plan_hash[:12]}"
             save_trace(file, simulate(step_plan.plan, self.setup.cost), slices, title)
 
+    def learn(self, step_plan: StepPlan, record: StepRecord) -> str:
+        """Compare a step with its prediction and use the factors that follow; return what changes, "" if nothing does.
+
+        Only rank 0 calls it: its planning process uses the factors, and every plan brings its own to all ranks. The
+        first step of a process does not count, since it warms up, nor do those of the fallback planner.
+        """
+        if self.feedback is None or step_plan.factor_ns is None:
+            return ""
+        factors, derivatives = Factors(*step_plan.factors), Factors(*step_plan.factor_ns)
+        measured = Measurement.of(factors, derivatives, step_plan.predicted_ns, 1e6 * record.measured_ms)
+        drift = self.feedback.observe(measured)
+        self.plans.use_factors(self.feedback.factors)
+        return drift
+
+    def _feedback_notes(self) -> Iterator[str]:
+        """Say by which factors a resumed run begins, and why one learns nothing although it shall."""
+        if self.feedback is not None and self.feedback.factors != NO_CHANGE:
+            yield f"plans are priced by the factors of the checkpoint ({self.feedback.factors})"
+        if self.config.plan.feedback and self.feedback is None:
+            profile = self.setup.cost.profile.name
+            yield f"plan.feedback: profile {profile} holds published constants, which steps do not change"
+
     def _out_of_memory(self, step_plan: StepPlan, error: BaseException) -> MemoryBudgetError:
         """Say what a step needs and has by the cost model and by torch, and save its plan."""
         cost, rank, file = self.setup.cost, self.transport.rank, self.config.run.output / OUT_OF_MEMORY_PLAN
@@ -357,6 +386,7 @@ class Trainer(AbstractContextManager):
             plan_hash=step_plan.plan_hash,
             shape=plan_shape(plan),
             fallback=bool(step_plan.fallback_reason),
+            factors=Factors(*step_plan.factors).digest,
         )
 
     def bind(self, plan: Plan, *, dropout_seed: int | None = None) -> RankPlan:
@@ -454,6 +484,8 @@ class Trainer(AbstractContextManager):
         strategies = [strategy.as_dict() for strategy in self.setup.planners.strategies]
         extra: dict[str, Any] = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
         extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due}
+        if self.feedback is not None:
+            extra["feedback"] = self.feedback.state_dict()
         self.checkpoints.save(step, model=self._model_state(), optimiser=state_by_name(self.optimiser), extra=extra)
 
     def _model_state(self, *, masters: bool = True) -> dict[str, torch.Tensor]:
@@ -483,6 +515,11 @@ class Trainer(AbstractContextManager):
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
         self._evaluation_due = manifest.extra.get("evaluation_due", False)
+        if self.feedback is not None:
+            saved = manifest.extra.get("feedback")
+            self.feedback = Feedback(self.setup.cost, saved)
+            if saved is not None and saved["about"] != self.feedback.about:
+                self._resume_notes.append(f"the checkpoint has factors of {saved['about']}; they begin anew")
         return manifest.step
 
     def _start_planner(self) -> PlanAhead | None:
@@ -492,7 +529,13 @@ class Trainer(AbstractContextManager):
         patience = {"patience_s": min(PATIENCE_S, limit), "first_patience_s": min(FIRST_PATIENCE_S, limit)}
         planners = self.setup.planners
         with blocked_signals():  # the run leaves after a step, which needs plans
-            ahead = PlanAhead(self.setup.cost, planners.planner, fallback=planners.fallback, **patience)
+            ahead = PlanAhead(
+                self.setup.cost,
+                planners.planner,
+                fallback=planners.fallback,
+                feedback=self.feedback is not None,
+                **patience,
+            )
         return self._closing.enter_context(ahead)
 
     def _open_metrics(self, stream: IO[str] | None) -> Metrics | None:
@@ -521,6 +564,11 @@ class PlanBroadcast:
         """Have the plan of a coming step made; does nothing on other ranks than 0."""
         if self.ahead is not None:
             self.ahead.submit(step, lengths)
+
+    def use_factors(self, factors: Factors) -> None:
+        """Have plans that are submitted from now on priced by other factors; does nothing on other ranks than 0."""
+        if self.ahead is not None:
+            self.ahead.factors = factors
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, the same on all ranks; all ranks call it.
@@ -553,7 +601,7 @@ class PlanBroadcast:
         return json.loads(self.transport.broadcast(payload))
 
     def check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
-        """Compare step, lengths and, of the first plan, the hash over all ranks, before any rank acts on them.
+        """Compare step, lengths, factors and, of the first plan, the hash over all ranks, before any acts on them.
 
         All ranks get the same text. They hash what they have read of the first one, to notice a rank of another
         version; hashing takes as long as writing the plan to JSON.
@@ -562,9 +610,10 @@ class PlanBroadcast:
         matches = [step_plan.step == step, list(plan.documents) == np.asarray(lengths).tolist()]
         digest = step_plan.plan_hash if self._hash_compared else plan.hash
         self._hash_compared = True
-        mine = [*map(int, matches), int(digest[:15], 16), step]
+        factors = Factors(*step_plan.factors).digest
+        mine = [*map(int, matches), int(digest[:15], 16), int(factors or "0", 16), step]
         rows = _gather(torch.tensor(mine, dtype=torch.int64, device=self.device), self.transport).tolist()
-        for rank, (same_step, same_lengths, digest, its_step) in enumerate(rows):
+        for rank, (same_step, same_lengths, *digests, its_step) in enumerate(rows):
             if not same_step:
                 its_plan = f"the plan is for step {step_plan.step}"
                 raise SeqloomError(f"rank {rank} is at step {its_step}, {its_plan}; start again")
@@ -573,7 +622,7 @@ class PlanBroadcast:
                     f"step {step}: the batch of rank {rank} has other lengths than the plan; "
                     "all ranks must read the same data with the same sampler state"
                 )
-            if digest != rows[0][2]:
+            if digests != rows[0][2:4]:
                 raise SeqloomError(
                     f"step {step}: rank {rank} holds another plan than rank 0; run one version on all ranks"
                 )

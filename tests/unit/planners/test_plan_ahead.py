@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from seqloom.api import cost_model
+from seqloom.cost.feedback import NO_CHANGE, FactorCosts, Factors
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.plan_ahead import MOST_ENDS, PlanAhead
-from seqloom.simulate import simulate
+from seqloom.simulate import predicted_ns, simulate
 
 COST = cost_model("1x8xH200", "llama3-8b")
 BATCHES = [np.array([512, 700, 33_000, 4_096]), np.array([90, 260]), np.array([70_000, 10])]
@@ -32,6 +33,24 @@ def test_plans_are_those_made_here_in_any_order():
             assert (taken.predicted_ns, taken.idle_share) == (simulation.step_ns, simulation.idle_share)
         again = ahead.take(7, BATCHES[1])
         assert again.plan.hash == make_plan("adaptive", BATCHES[1], COST).hash, "planned now when nobody asked before"
+
+
+def test_plans_are_made_and_priced_by_the_factors_of_their_request():
+    factors = Factors(attention=3.0, exchange=0.5)
+    scaled = FactorCosts(COST, factors)
+    with PlanAhead(COST, "adaptive", patience_s=120, feedback=True) as ahead:
+        ahead.submit(0, BATCHES[0])
+        ahead.factors = factors
+        before, after = ahead.take(0, BATCHES[0]), ahead.take(1, BATCHES[0])
+        ahead._timeout_s = 0.0
+        late = ahead.take(2, BATCHES[0])
+    assert before.factors == NO_CHANGE and before.plan.hash == make_plan("adaptive", BATCHES[0], COST).hash
+    plan = make_plan("adaptive", BATCHES[0], scaled.cost)
+    assert (after.factors, after.plan.hash) == (factors, plan.hash)
+    assert after.predicted_ns == simulate(plan, scaled.cost).step_ns
+    assert after.factor_ns == scaled.derivatives(plan, predicted_ns)
+    assert late.fallback_reason and late.factors == factors and late.factor_ns is None
+    assert late.predicted_ns == predicted_ns(late.plan, scaled.cost)
 
 
 def test_a_late_plan_is_replaced_by_the_static_one_and_does_not_disturb_later_ones():

@@ -81,6 +81,7 @@ def test_a_step_is_one_line_with_all_figures(tmp_path):
                 "plan_hash": "",
                 "shape": "",
                 "fallback": False,
+                "factors": "",
                 "mfu": 0.4,
                 "memory_allocated_gib": 70.5,
                 "memory_reserved_gib": 75.0,

@@ -77,6 +77,18 @@ def test_another_batch_on_a_rank_is_noticed():
         take(Fixed(), lambda rank: LENGTHS[::-1] if rank == 2 else LENGTHS)
 
 
+def test_other_factors_on_a_rank_are_noticed():
+    """A rank of another version may read them differently."""
+
+    def body(transport):
+        plan = make_plan("flex", LENGTHS, COST)
+        step_plan = StepPlan(4, plan.to_json(), plan.hash, 9, factors=(1.0, 2.0, 1.0, 1.0, 1.0 + transport.rank))
+        PlanBroadcast(transport, None)._check_all_ranks(4, LENGTHS, step_plan)
+
+    with pytest.raises(SeqloomError, match="step 4: rank 1 holds another plan than rank 0"):
+        run_ranks(2, body, strict=True)
+
+
 def test_another_step_is_noticed():
     with pytest.raises(SeqloomError, match="rank 0 is at step 3, the plan is for step 9"):
         take(Fixed(step=9))

@@ -1,0 +1,90 @@
+"""The refit finds factors that are known, whatever a few steps say."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqloom.api import cost_model
+from seqloom.cost.feedback import (
+    CONSTANTS,
+    FACTOR_OF,
+    LEAST_STEPS,
+    NO_CHANGE,
+    WINDOW,
+    FactorCosts,
+    Factors,
+    Feedback,
+    Measurement,
+    refit,
+)
+from seqloom.planners import make_plan
+from seqloom.simulate import predicted_ns
+
+COST = cost_model("1x4xCPU", "qwen3-0.6b")
+factors_drawn = st.builds(Factors, *[st.floats(0.3, 4.0)] * 5)
+
+
+def steps_of(factors: Factors, seed: int, count: int = WINDOW, noise: float = 0.0) -> list[Measurement]:
+    """Steps of different mixes that take as long as these factors say, but for the noise."""
+    random = np.random.default_rng(seed)
+    derivatives, rest = random.uniform(1e6, 1e8, (count, len(factors))), random.uniform(0, 1e7, count)
+    return [
+        Measurement(Factors(*row), float(fixed), float(row @ factors + fixed) * (1 + noise * random.normal()))
+        for row, fixed in zip(derivatives, rest, strict=True)
+    ]
+
+
+@given(factors_drawn, st.integers(0, 1_000), st.integers(0, WINDOW // 4), st.floats(1.3, 20.0))
+def test_refit_recovers_known_factors_beside_slow_steps(factors, seed, outliers, slower):
+    steps = steps_of(factors, seed, noise=0.002)
+    held_up = [step._replace(measured_ns=slower * step.measured_ns) for step in steps[:outliers]]
+    found = refit([*held_up, *steps[outliers:]])
+    assert max(abs(step.relative_error(found)) for step in steps) < 0.03
+    np.testing.assert_allclose(found, factors, rtol=0.15, atol=0.1)
+    assert found == refit([*held_up, *steps[outliers:]])
+
+
+@given(st.floats(0.3, 4.0), st.integers(0, 1_000))
+def test_steps_that_are_all_alike_move_all_factors_by_as_much(slower, seed):
+    step = steps_of(NO_CHANGE, seed, 1)[0]._replace(rest_ns=0.0)
+    found = refit([step._replace(measured_ns=slower * sum(step.derivatives))] * LEAST_STEPS)
+    np.testing.assert_allclose(found, slower, rtol=0.01)
+
+
+@given(factors_drawn, st.integers(0, 1_000), st.integers(1, WINDOW - 1))
+def test_feedback_goes_on_from_its_state_as_if_it_had_never_stopped(factors, seed, stop):
+    steps = steps_of(factors, seed, noise=0.01)
+    through, before = Feedback(COST), Feedback(COST)
+    for step in steps:
+        through.observe(step)
+    for step in steps[:stop]:
+        before.observe(step)
+    after = Feedback(COST, before.state_dict())
+    for step in steps[stop:]:
+        after.observe(step)
+    assert after.state_dict() == through.state_dict()
+    assert through.error is not None and through.error < 0.05
+
+
+def test_factors_of_another_profile_or_cluster_are_not_used():
+    state = Feedback(COST).state_dict() | {"factors": [2.0] * 5}
+    assert Feedback(COST, state).factors == Factors(*[2.0] * 5)
+    for other in (cost_model("1x8xCPU", "qwen3-0.6b"), FactorCosts(COST, Factors(linear=1.5)).cost):
+        assert Feedback(other, state).factors == NO_CHANGE
+
+
+@settings(max_examples=8)
+@given(factors_drawn, factors_drawn, st.lists(st.integers(16, 2_000), min_size=4, max_size=12))
+def test_derivatives_price_a_plan_under_other_factors(own, other, lengths):
+    """A step of equal ranks is linear in its factors; where ranks wait for each other it is above its tangent."""
+    plan = make_plan("static:4", np.array(lengths), COST)
+    costs = FactorCosts(COST, own)
+    derivatives = costs.derivatives(plan, predicted_ns)
+    step = Measurement.of(own, derivatives, predicted_ns(plan, costs.cost), predicted_ns(plan, COST))
+    assert abs(step.relative_error(own) * step.measured_ns + step.measured_ns - predicted_ns(plan, costs.cost)) < 2
+    there = predicted_ns(plan, costs.with_factors(other).cost)
+    assert step._replace(measured_ns=there).relative_error(other) < 0.01
+
+
+def test_every_constant_has_a_factor_and_every_factor_a_constant():
+    assert set(FACTOR_OF) == set(CONSTANTS) and set(FACTOR_OF.values()) == set(Factors._fields)
