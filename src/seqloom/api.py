@@ -1,6 +1,7 @@
 """The Python API: build a cost model, plan a batch, simulate or evaluate the plan.
 
     cost_model(cluster, model)          -> CostModel    prices every part of a plan
+    cost_models(cluster, model)         -> [CostModel]  one for every expert degree of a mixture of experts
     plan(lengths, cluster, model)       -> Plan
     simulate(plan, cluster, model)      -> Simulation   step time, idle time, memory, timeline
     lower_bound(lengths, cost)          -> ns           no plan for these lengths is faster
@@ -49,6 +50,7 @@ def cost_model(
     offload: bool | str = "auto",
     offload_optimiser: bool = False,
     host_gib: float | None = None,
+    expert: int = 1,
 ) -> CostModel:
     """Build the cost model that prices plans.
 
@@ -68,6 +70,7 @@ def cost_model(
         offload_optimiser: whether the optimiser's master weights and moments are in host memory.
         host_gib: host memory per GPU that a plan may use; None takes the GPU's share of what the cluster has, if it
             says that.
+        expert: neighbouring GPUs that divide the experts of every layer among them (expert parallelism).
     """
     return CostModel(
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -82,18 +85,49 @@ def cost_model(
         offload=offload,
         offload_optimiser=offload_optimiser,
         host_gib=host_gib,
+        expert=expert,
     )
 
 
+def cost_models(
+    cluster: Cluster | str, model: ModelSpec | str, *, expert: int | str = "auto", **options: Any
+) -> list[CostModel]:
+    """Build the cost models to choose plans by: one for every expert degree that holds the model, ascending.
+
+    Args:
+        expert: the only degree; "auto": all legal ones, which is 1 for a model without experts.
+        options: of :func:`cost_model`.
+    """
+    from seqloom.cost.model import expert_degrees
+
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    model = ModelSpec.load(model) if isinstance(model, str) else model
+    if expert != "auto":
+        return [cost_model(cluster, model, **options, expert=int(expert))]
+    costs: list[CostModel] = []
+    refusal: MemoryBudgetError | None = None
+    for degree in expert_degrees(cluster, model, options.get("profile"), options.get("sharding", "full")):
+        try:
+            costs.append(cost_model(cluster, model, **options, expert=degree))
+        except MemoryBudgetError as error:
+            refusal = refusal or error
+    if not costs:
+        assert refusal is not None
+        raise refusal
+    return costs
+
+
 def with_fitting_optimiser(
-    run: Callable[[CostModel], T], build: Callable[[bool], CostModel], offload_optimiser: bool | str = "auto"
+    run: Callable[[list[CostModel]], T],
+    build: Callable[[bool], list[CostModel]],
+    offload_optimiser: bool | str = "auto",
 ) -> T:
-    """Return what `run` makes of a cost model, with the optimiser in host memory or not.
+    """Return what `run` makes of cost models, with the optimiser in host memory or not.
 
     "auto": where memory does not hold the model or a document otherwise; not on CPUs, whose memory is the host's.
 
     Args:
-        build: makes the cost model, given whether the optimiser is in host memory.
+        build: makes the cost models to choose from, given whether the optimiser is in host memory.
     """
     if offload_optimiser != "auto":
         return run(build(offload_optimiser is True))
@@ -102,12 +136,12 @@ def with_fitting_optimiser(
     except MemoryBudgetError as error:
         refused = error
     try:
-        cost = build(True)
+        costs = build(True)
     except SeqloomError:
         raise refused from None
-    if cost.cluster.device.name == "CPU":
+    if costs[0].cluster.device.name == "CPU":
         raise refused
-    return run(cost)
+    return run(costs)
 
 
 def plan(
@@ -124,6 +158,7 @@ def plan(
     offload: bool | str = "auto",
     offload_optimiser: bool | str = "auto",
     host_gib: float | None = None,
+    expert: int | str = "auto",
     seed: int = 0,
     **options: Any,
 ) -> Plan:
@@ -135,16 +170,19 @@ def plan(
             ``pipeline`` (``pipeline:4`` has 4 stages), ``hydraulis`` (sharding free), ``exact`` or ``auto``, the best
             of all without stages; under sharding free, of strategies too.
         offload_optimiser: whether the optimiser is in host memory; "auto": if nothing else holds the batch.
+        expert: expert degree; "auto": the fastest.
         seed: of the planner's pseudo-random choices; same inputs and seed, same plan.
         options: of that planner, see its function in :mod:`seqloom.planners`.
 
     The other arguments are those of :func:`cost_model`.
     """
     from seqloom.planners import make_plan, requested_stages
+    from seqloom.planners.registry import fastest
+    from seqloom.simulate import predicted_ns
 
     batch = _batch(lengths)
     given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
-    given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
+    given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib, "expert": expert}
     stages = max(requested_stages([planner]), options.get("stages") or 1)
     if max_length is not None and batch.longest > max_length:
         index = int(np.argmax(batch.lengths > max_length))
@@ -153,12 +191,14 @@ def plan(
             "drop it first (seqloom.drop_longer) or raise max_length"
         )
 
-    def build(offloaded: bool) -> CostModel:
-        return cost_model(cluster, model, **given, stages=stages, offload_optimiser=offloaded)
+    def build(offloaded: bool) -> list[CostModel]:
+        return cost_models(cluster, model, **given, stages=stages, offload_optimiser=offloaded)
 
-    return with_fitting_optimiser(
-        lambda cost: make_plan(planner, batch.lengths, cost, seed=seed, **options), build, offload_optimiser
-    )
+    def timed(cost: CostModel) -> tuple[int, Plan]:
+        made = make_plan(planner, batch.lengths, cost, seed=seed, **options)
+        return predicted_ns(made, cost), made
+
+    return with_fitting_optimiser(lambda costs: fastest(costs, timed), build, offload_optimiser)
 
 
 def simulate(
@@ -193,9 +233,15 @@ def cost_model_of(
     sharding: Sharding | str | None = None,
     **options: Any,
 ) -> CostModel:
-    """Build the cost model for a plan that exists: its sharding, unless one is given, and its number of stages."""
+    """Build the cost model for a plan that exists: its expert degree, its stages, its sharding unless one is given."""
     stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
-    return cost_model(cluster, model, sharding=sharding or plan.sharding, stages=stages, **options)
+    options |= {"stages": stages, "expert": expert_degree(plan)}
+    return cost_model(cluster, model, sharding=sharding or plan.sharding, **options)
+
+
+def expert_degree(plan: Plan) -> int:
+    """Ranks that divide the experts of a layer; of stages that differ, most."""
+    return max(stage.expert for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def lower_bound(lengths: ArrayLike | Batch, cost: CostModel) -> int:
@@ -240,6 +286,7 @@ class Evaluation:
             "bound_ms": None if self.bound_ns is None else self.bound_ns / MS,
             "plan_ms": None if self.planning_ns is None else self.planning_ns / MS,
             "rounds": self.plan.rounds,
+            "expert": expert_degree(self.plan),
             "comm_share": float(self.simulation.comm_share),
             "idle_share": float(self.simulation.idle_share),
             "peak_memory_gib": self.peak_memory_gib,
@@ -275,24 +322,30 @@ def evaluate_planners(
     batches: Sequence[Batch],
     cost: CostModel,
     *,
+    others: Sequence[CostModel] = (),
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[dict[str, Evaluation]]:
     """Plan every batch with every planner and evaluate the plans: one dictionary per batch, by planner.
 
+    `others` are the cost model with other expert degrees, of which every planner takes the fastest for the batches.
     Calls `progress` with the planner's name and the batch's index before each planning.
     """
     from seqloom.planners import plan_batches
 
-    planned = plan_batches(planners, [batch.lengths for batch in batches], cost, seed=seed, progress=progress)
+    by_degree = {own.expert: own for own in (cost, *others)}
+    lengths = [batch.lengths for batch in batches]
+    planned = plan_batches(planners, lengths, cost, others=others, seed=seed, progress=progress)
     rows = []
     for plans in planned:
         row: dict[str, Evaluation] = {}
-        shared = None  # plans of one stage have the same bound, whoever made them
+        shared: dict[int, int | None] = {}  # plans of one stage and expert degree have one bound, whoever made them
         for name, one in plans.items():
-            staged = has_stages(one.plan)
-            row[name] = evaluate(one.plan, cost, bound_ns=None if staged else shared, planning_ns=one.plan_ns)
-            shared = shared if staged else row[name].bound_ns
+            degree = expert_degree(one.plan)
+            known = None if has_stages(one.plan) else shared.get(degree)
+            row[name] = evaluate(one.plan, by_degree[degree], bound_ns=known, planning_ns=one.plan_ns)
+            if not has_stages(one.plan):
+                shared[degree] = row[name].bound_ns
         rows.append(row)
     return rows
 

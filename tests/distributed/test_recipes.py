@@ -25,7 +25,16 @@ RUNS = {each.stem: (each, ()) for each in RECIPES} | {
     if folder.name not in NAMED
 }
 """Every recipe, and the one of Hugging Face models with every folder that no recipe names."""
-SLOW = ("hydraulis-cpu", "hybrid-cpu", "latent-cpu", "huggingface-cpu", "tiny-gemma2", "tiny-llama4", "tiny-gpt2")
+SLOW = (
+    "experts-cpu",
+    "hydraulis-cpu",
+    "hybrid-cpu",
+    "latent-cpu",
+    "huggingface-cpu",
+    "tiny-gemma2",
+    "tiny-llama4",
+    "tiny-gpt2",
+)
 FLOAT32 = ("latent-cpu", "tiny-gemma2")
 """With a router, or norms, that compute in float32, whatever the dtype of the model."""
 TINY = (
@@ -50,7 +59,7 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
         sizes = {"vocab_size": 257, "max_position_embeddings": 128}
         tiny_model("llama", dtype=torch.float32, **sizes).save_pretrained(folder / "model")
         words.append(f"model.huggingface={folder / 'model'}")
-    else:
+    elif "expert" not in content["plan"]:  # which a model without experts has not
         (folder / "tiny.toml").write_text(TINY_SPEC)
         words.append(f"model.spec={folder / 'tiny.toml'}")
     return [word for override in words for word in ("--set", override)]
@@ -113,6 +122,30 @@ def test_latents_between_two_processes_change_nothing(seqloom_here, tmp_path, na
     few = ("data.sequences=3", "run.steps=3", "model.dtype=float64", "evaluation.every=0", "checkpoint.every=0")
     losses = []
     for ranks, own in ((1, ("plan.cluster=auto",)), (2, LATENT_RUNS[name])):
+        words = [*TINY, *few, f"run.output={tmp_path / str(ranks)}", *own]
+        sets = [word for each in words for word in ("--set", each)]
+        done = seqloom_here("train", recipe, *sets, "--ranks", str(ranks))
+        assert done.returncode == 0, done.stderr
+        losses.append([record.loss for record in read_steps(tmp_path / str(ranks) / "metrics.jsonl")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and len(losses[0]) == 3
+
+
+EXPERT_RUNS = {
+    "one node": ("plan.expert=4", "plan.planner=static:2"),
+    "two groups": ("plan.expert=2", "plan.planner=static:4", "plan.cluster=2x2xCPU", "plan.sharding=hybrid"),
+    "replicas": ("plan.expert=2", "plan.planner=flex", "plan.sharding=none"),
+    "stages": ("plan.expert=2", "pipeline.stages=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERT_RUNS)
+def test_divided_experts_change_nothing(seqloom_here, tmp_path, name):
+    """Experts over processes, with sequences and parameters over them as well: losses of one process."""
+    recipe = RECIPES[0].parent / "experts-cpu.toml"
+    few = ("run.steps=3", "model.dtype=float64", "evaluation.every=0", "checkpoint.every=0", "plan.capacity=64")
+    losses = []
+    for ranks, own in ((1, ("plan.expert=1", "plan.capacity=512")), (4, EXPERT_RUNS[name])):
         words = [*TINY, *few, f"run.output={tmp_path / str(ranks)}", *own]
         sets = [word for each in words for word in ("--set", each)]
         done = seqloom_here("train", recipe, *sets, "--ranks", str(ranks))

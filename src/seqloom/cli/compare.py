@@ -44,6 +44,7 @@ def compare(
     offload: shared.Offload = "auto",
     offload_optimiser: shared.OffloadOptimiser = "auto",
     host_gib: shared.HostGib = None,
+    expert: shared.Expert = "auto",
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     picture: shared.Picture = None,
@@ -57,35 +58,36 @@ def compare(
         seqloom compare --lengths wikipedia --cluster 8x8xA100-40G --model gpt-7b \\
             --profile flexsp-a100 --planners static,flex --max-length 196608 --batches 4
     """
-    from seqloom.api import cost_model, evaluate_planners, with_fitting_optimiser
+    from seqloom.api import cost_models, evaluate_planners, with_fitting_optimiser
     from seqloom.planners import requested_stages
 
     shared.check_picture(picture)
     names = planner_names(planners)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
-    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
+    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib, "expert": shared.parse_expert(expert)}
     spec, place = shared.load_model(model), shared.parse_offload(offload_optimiser)
 
     @cache
-    def build(offloaded: bool) -> CostModel:
-        return cost_model(cluster, spec, **options, stages=requested_stages(names), offload_optimiser=offloaded)
+    def build(offloaded: bool) -> list[CostModel]:
+        return cost_models(cluster, spec, **options, stages=requested_stages(names), offload_optimiser=offloaded)
 
     with suppress(MemoryBudgetError):
         build(place is True)  # refuses what is wrong with the options before anything is read
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)
 
-    def run(own: CostModel) -> tuple[CostModel, list[dict[str, Evaluation]]]:
-        with shared.planning_progress(len(names) * batches) as progress:
-            return own, evaluate_planners(names, workload.batches, own, seed=seed, progress=progress)
+    def run(own: list[CostModel]) -> tuple[CostModel, list[dict[str, Evaluation]]]:
+        with shared.planning_progress(len(names) * batches * len(own)) as progress:
+            given: dict[str, Any] = {"others": own[1:], "seed": seed, "progress": progress}
+            return own[0], evaluate_planners(names, workload.batches, own[0], **given)
 
     cost, rows = with_fitting_optimiser(run, build, place)
     if picture is not None:
         save_picture(picture, cost, workload, rows[0], "the first batch" if batches > 1 else "")
     shared.report(
         json,
-        lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size),
+        lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size, expert=options["expert"]),
         lambda console: _draw(console, cost, workload, rows),
     )
 

@@ -57,6 +57,7 @@ def plan(
     offload: shared.Offload = "auto",
     offload_optimiser: shared.OffloadOptimiser = "auto",
     host_gib: shared.HostGib = None,
+    expert: shared.Expert = "auto",
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     out: Out = None,
@@ -73,7 +74,7 @@ def plan(
     Example:
         seqloom plan --lengths wikipedia --cluster 8x8xH200 --model llama3-8b --out plan.json --view
     """
-    from seqloom.api import cost_model, evaluate_planners, with_fitting_optimiser
+    from seqloom.api import cost_models, evaluate_planners, expert_degree, with_fitting_optimiser
     from seqloom.planners import PLANNERS, requested_stages
 
     shared.check_output(out)
@@ -83,28 +84,30 @@ def plan(
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or any((picture, trace)))
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
-    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
+    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib, "expert": shared.parse_expert(expert)}
     options["stages"] = 1 if packs else requested_stages([planner])
     spec, place = shared.load_model(model), shared.parse_offload(offload_optimiser)
 
     @cache
-    def build(offloaded: bool) -> CostModel:
-        return cost_model(cluster, spec, **options, offload_optimiser=offloaded)
+    def build(offloaded: bool) -> list[CostModel]:
+        return cost_models(cluster, spec, **options, offload_optimiser=offloaded)
 
     with suppress(MemoryBudgetError):
         build(place is True)  # refuses what is wrong with the options before anything is read
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     if tokens_per_step is not None:
-        cost = with_fitting_optimiser(lambda own: own, build, place)
+        costs = with_fitting_optimiser(lambda own: own, build, place)
         workload = _workload(source, batch_size, tokens_per_batch, skip)
-        _pack_steps(cost, workload, tokens_per_step, seed=seed, out=out, json=json)
+        _pack_steps(costs, workload, tokens_per_step, seed=seed, out=out, json=json)
         return
     workload = _workload(source, batch_size, tokens_per_batch, skip)
 
-    def run(own: CostModel) -> tuple[CostModel, Evaluation]:
-        with shared.planning_progress(1) as progress:
-            [row] = evaluate_planners([planner], workload.batches, own, seed=seed, progress=progress)
-        return own, row[planner]
+    def run(own: list[CostModel]) -> tuple[CostModel, Evaluation]:
+        with shared.planning_progress(len(own)) as progress:
+            given: dict[str, Any] = {"others": own[1:], "seed": seed, "progress": progress}
+            [row] = evaluate_planners([planner], workload.batches, own[0], **given)
+        degree = expert_degree(row[planner].plan)
+        return next(cost for cost in own if cost.expert == degree), row[planner]
 
     cost, evaluation = with_fitting_optimiser(run, build, place)
     if out is not None:
@@ -151,11 +154,11 @@ def simulate(
     options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
     spec = shared.load_model(model)
 
-    def build(offloaded: bool) -> CostModel:
-        return cost_model_of(loaded, cluster, spec, **options, offload_optimiser=offloaded)
+    def build(offloaded: bool) -> list[CostModel]:
+        return [cost_model_of(loaded, cluster, spec, **options, offload_optimiser=offloaded)]
 
     place = shared.parse_offload(offload_optimiser)
-    cost, evaluation = with_fitting_optimiser(lambda own: (own, evaluate(loaded, own)), build, place)
+    cost, evaluation = with_fitting_optimiser(lambda own: (own[0], evaluate(loaded, own[0])), build, place)
     _save_views(picture, trace, cost, evaluation)
     shared.report(
         json,
@@ -269,17 +272,23 @@ def _check_step_tokens(planner: str, packs: bool, tokens_per_step: int | None, *
 
 
 def _pack_steps(
-    cost: CostModel, workload: Workload, tokens_per_step: int, *, seed: int, out: Path | None, json: bool
+    costs: list[CostModel], workload: Workload, tokens_per_step: int, *, seed: int, out: Path | None, json: bool
 ) -> None:
     """Pack the data set with hbp and with first-fit, report both, and write hbp's plans, one file per step."""
     from seqloom.api import MS
     from seqloom.packing import hbp, plain_packing
+    from seqloom.planners.registry import fastest
 
     [batch] = workload.batches
+
+    def pack(cost: CostModel) -> tuple[int, Packing]:
+        packing = hbp(batch.lengths, cost, tokens_per_step, seed=seed)
+        return int(packing.step_ns.sum()), packing
+
     begin = time.perf_counter_ns()
-    packing = hbp(batch.lengths, cost, tokens_per_step, seed=seed)
+    packing = fastest(costs, pack)
     packing_ns = time.perf_counter_ns() - begin
-    plain = plain_packing(batch.lengths, cost, tokens_per_step)
+    plain = plain_packing(batch.lengths, packing.cost, tokens_per_step)
     files = [] if out is None else _save_steps(packing, out)
     shared.report(
         json,

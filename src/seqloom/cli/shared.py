@@ -72,6 +72,9 @@ OffloadOptimiser = Annotated[
 HostGib = Annotated[
     float | None, Option(help="Host memory per GPU that a plan may use; else what the cluster says, if it does.")
 ]
+Expert = Annotated[
+    str, Option(help="GPUs that divide the experts of every layer among them: 1, 2, 4, ... or auto, the fastest.")
+]
 Lengths = Annotated[str, Option(help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin.")]
 Skip = Annotated[int, Option(help="Batches to skip at the beginning.")]
 MaxLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens; longer ones are dropped first.")]
@@ -135,6 +138,15 @@ def parse_offload(text: str) -> bool | str:
     if text not in known:
         raise unknown_name("offload", text, known)
     return known[text]
+
+
+def parse_expert(text: str) -> int | str:
+    """Return an expert degree or "auto", as an option says."""
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise SeqloomError(f"--expert {text!r}; give 1, 2, 4, ... or auto")
+    return int(text)
 
 
 def split_names(text: str, what: str, example: str) -> list[str]:
@@ -311,6 +323,7 @@ def cost_dict(cost: CostModel) -> dict[str, Any]:
         "offload": cost.offload,
         "offload_optimiser": cost.offload_optimiser,
         "float8": cost.float8,
+        "expert": cost.expert,
     }
 
 
@@ -322,6 +335,7 @@ def cost_line(cost: CostModel) -> str:
         f"{cost.cluster.name}, {cost.model.name}, profile {cost.profile.name}, "
         f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
         f"{', optimiser in host memory' if cost.offload_optimiser else ''}"
+        f"{f', expert degree {cost.expert}' if cost.expert > 1 else ''}"
     )
 
 
@@ -336,13 +350,15 @@ def print_heading(console: Console, cost: CostModel, workload: Workload, before:
 
 def evaluation_line(evaluation: Evaluation) -> str:
     """Return the step of a plan, its gap to the lower bound, use of NICs and memory, in one line."""
-    from seqloom.api import has_stages
+    from seqloom.api import expert_degree, has_stages
     from seqloom.view.format import duration
 
     simulation = evaluation.simulation
     line = f"step {duration(simulation.step_ns)}"
     if evaluation.bound_ns is not None and evaluation.gap is not None:
+        degree = expert_degree(evaluation.plan)
         which = "plan on these stages" if has_stages(evaluation.plan) else "plan"
+        which += f" with expert degree {degree}" if degree > 1 else ""
         gap = f"{100 * evaluation.gap:.1f} % above the bound of {duration(evaluation.bound_ns)}"
         line += f", {gap} that no {which} can beat"
     if len(simulation.nic_busy_ns) > 1:

@@ -207,21 +207,8 @@ class CostModel:
 
     @property
     def expert_degrees(self) -> tuple[int, ...]:
-        """Legal expert degrees, ascending.
-
-        They divide the experts and the ranks; an EP group divides a node or consists of whole nodes, under hybrid
-        sharding the former. Other layouts of parameters have none above 1.
-        """
-        if (
-            not self.model.experts
-            or self.tensor > 1
-            or self.sharding == Sharding.FREE
-            or isinstance(self.profile, AdditiveProfile)
-        ):
-            return (1,)
-        most = self.node_size if self.sharding == Sharding.HYBRID else self.ranks
-        every = [size for size in range(1, most + 1) if self.model.experts % size == 0 and self.ranks % size == 0]
-        return tuple(size for size in every if self.node_size % size == 0 or size % self.node_size == 0)
+        """Legal expert degrees, ascending; see `expert_degrees`."""
+        return (1,) if self.tensor > 1 else expert_degrees(self.cluster, self.model, self.profile, self.sharding)
 
     def for_submesh(self, ranks: int, tensor: int = 1, expert: int = 1) -> CostModel:
         """So many neighbouring ranks, in a node or whole nodes, all else equal: to plan one of several pipelines.
@@ -561,6 +548,25 @@ def _require_tensor(cost: CostModel) -> None:
     if cost.tensor not in sizes:
         rule = "tensor parallel groups are blocks of the group family"
         raise _no_tensor_groups(cost, cost.ranks, cost.tensor, sizes, rule)
+
+
+def expert_degrees(
+    cluster: Cluster,
+    model: ModelSpec,
+    profile: AdditiveProfile | AnalyticProfile | str | Path | None = None,
+    sharding: Sharding | str = Sharding.FULL,
+) -> tuple[int, ...]:
+    """Legal expert degrees of plans without tensor parallelism, ascending, whether or not memory holds the model.
+
+    They divide the experts and the ranks; an EP group divides a node or consists of whole nodes, under hybrid sharding
+    the former. Under free sharding, and with a profile of published constants, there is none above 1.
+    """
+    additive = isinstance(Profile.resolve(profile, cluster.device.name), AdditiveProfile)
+    if not model.experts or sharding == Sharding.FREE or additive:
+        return (1,)
+    most, node = cluster.gpus_per_node if sharding == Sharding.HYBRID else cluster.ranks, cluster.gpus_per_node
+    every = [size for size in range(1, most + 1) if model.experts % size == 0 and cluster.ranks % size == 0]
+    return tuple(size for size in every if node % size == 0 or size % node == 0)
 
 
 def _require_expert(cost: CostModel) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
 from seqloom.plan import Plan, Sharding
 from seqloom.planners.recompute import with_layer_choices
 from seqloom.simulate import predicted_ns
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,34 +249,69 @@ def plan_batches(
     batches: Sequence[np.ndarray],
     cost: CostModel,
     *,
+    others: Sequence[CostModel] = (),
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[dict[str, TimedPlan]]:
     """Plan every batch with every planner, one after another.
 
-    ``static`` keeps one degree for all batches, as a run would; ``auto`` also sees what the others found for a batch.
-    ``progress`` is called with the planner's name and the batch's index before each planning. Returns one dictionary
-    per batch, from the name as given to its plan.
-    """
-    options: dict[str, dict[str, Any]] = {name: {} for name in names}
-    if "static" in options:
-        from seqloom.planners.uniform import fastest_static_degree
+    ``static`` keeps one degree for all batches, as a run would, and every planner one expert degree; ``auto`` also sees
+    what the others found for a batch. ``progress`` is called with the planner's name and the batch's index before each
+    planning. Returns one dictionary per batch, from the name as given to its plan.
 
-        longest = [int(batch.max()) for batch in batches]
-        options["static"] = {"degree": fastest_static_degree(batches, cost.holding(longest))}
-    for name in names:  # load modules before the clock runs
-        if parse_planner(name)[0].quick and len(batches):
-            make_plan(name, batches[0][:2], cost, seed=seed, **options[name])
-    results: list[dict[str, TimedPlan]] = []
-    for index, batch in enumerate(batches):
-        row: dict[str, TimedPlan] = {}
-        for name in sorted(names, key=lambda name: name == "auto"):
+    Args:
+        others: the cost model with other expert degrees. A planner takes the one by which it is fastest.
+    """
+    costs, results = (cost, *others), {}
+    found: dict[int, dict[str, list[TimedPlan]]] = {own.expert: {} for own in costs}
+
+    def plan_all(name: str, own: CostModel) -> tuple[int, list[TimedPlan]]:
+        known, plans = found[own.expert], []
+        options = _run_options(name, batches, own)
+        if parse_planner(name)[0].quick and len(batches):  # load modules before the clock runs
+            make_plan(name, batches[0][:2], own, seed=seed, **options)
+        for index, batch in enumerate(batches):
             if progress is not None:
                 progress(name, index)
             begin = time.perf_counter_ns()
-            known = {"known": [row[other].plan for other in row if other not in RIVALS]} if name == "auto" else {}
-            plan = make_plan(name, batch, cost, seed=seed, **options[name], **known)
+            if name == "auto":
+                options["known"] = [known[other][index].plan for other in known if other not in RIVALS]
+            plan = make_plan(name, batch, own, seed=seed, **options)
             assert plan.hash
-            row[name] = TimedPlan(plan, time.perf_counter_ns() - begin)
-        results.append({name: row[name] for name in names})
-    return results
+            plans.append(TimedPlan(plan, time.perf_counter_ns() - begin))
+        known[name] = plans
+        return sum(predicted_ns(each.plan, own) for each in plans) if others else 0, plans
+
+    for name in sorted(names, key=lambda name: name == "auto"):
+        results[name] = fastest(costs, partial(plan_all, name))
+    return [{name: results[name][index] for name in names} for index in range(len(batches))]
+
+
+def _run_options(name: str, batches: Sequence[np.ndarray], cost: CostModel) -> dict[str, Any]:
+    """Return the options of a planner that are the same for all batches of a run."""
+    if name != "static":
+        return {}
+    from seqloom.planners.uniform import fastest_static_degree
+
+    return {"degree": fastest_static_degree(batches, cost.holding([int(batch.max()) for batch in batches]))}
+
+
+def fastest(costs: Sequence[CostModel], run: Callable[[CostModel], tuple[int, T]]) -> T:
+    """Return what ``run`` makes, with its time in ns, of the cost model by which it takes least; the first of equals.
+
+    The cost models differ by their expert degree. Those by which it is refused are left out; if all are, the first
+    refusal is raised.
+    """
+    best: tuple[int, T] | None = None
+    refusal: SeqloomError | None = None
+    for cost in costs:
+        try:
+            made = run(cost)
+        except SeqloomError as error:
+            refusal = refusal or error
+            continue
+        best = made if best is None or made[0] < best[0] else best
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best[1]

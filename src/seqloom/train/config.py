@@ -171,6 +171,8 @@ class Planning:
     sharding: Literal["full", "hybrid", "none", "free"] = "full"
     """Parameters are sharded over all ranks, those of a node, or not; free: over all ranks, and every step moves them
     to where its plan computes, so that plans may have any stages."""
+    expert: Positive | Literal["auto"] = 1
+    """Neighbouring ranks that divide the experts of every layer, for the whole run; auto: the fastest for the data."""
     strategies: str = "auto"
     """What hydraulis, and auto under free sharding, choose from: a .json of `seqloom propose`; auto: proposed."""
     budget_gib: PositiveReal | None = None

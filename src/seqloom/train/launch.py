@@ -54,7 +54,7 @@ from seqloom.train.fork_server import allocator_advice, allocator_environment, s
 from seqloom.train.logging import StartUp
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
 from seqloom.train.run_folder import RunLock
-from seqloom.train.setup import RunChoices, RunSetup, write_strategies
+from seqloom.train.setup import RunSetup, write_strategies
 from seqloom.train.signals import END, LEAVE, LEAVE_SIGNALS, URGENT, SignalPipe, blocked_signals, receive_signals
 from seqloom.train.trainer import Trainer
 from seqloom.train.watchdog import EXIT_FAILED, START_S, Watchdog, left_before_steps
@@ -197,15 +197,15 @@ def load_alike(
                 lock.acquire()
             setup = load(for_launched_ranks(config, job_ranks, shares_gpu()))
             strategies = strategies_to_json(setup.choices.strategies) if setup.choices.strategies else None
-            told = [(setup.choices.stages, strategies, setup.choices.offload_optimiser, _identity(setup))]
+            told = [(replace(setup.choices, strategies=()), strategies, _identity(setup))]
         except SeqloomError as error:  # all ranks refuse together and none waits
             told = [str(error)]
     dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
     if isinstance(told[0], str):
         raise SeqloomError(told[0])
-    stages, strategies, offload_optimiser, first = told[0]
+    choices, strategies, first = told[0]
     if setup is None:
-        choices = RunChoices(stages, strategies_from_json(strategies) if strategies else (), offload_optimiser)
+        choices = replace(choices, strategies=strategies_from_json(strategies) if strategies else ())
         setup = load(for_launched_ranks(config, job_ranks, shares_gpu()), choices=choices)
     mine, differences = _identity(setup), [None] * ranks
     other = next((name for name in first if mine.get(name) != first[name]), None)

@@ -147,7 +147,8 @@ def shard_parameters(
         placement = Placement(tuple(stages), cost.sharding, cost.node_size)
         parameters = PipelineFSDP(adapter, transport, placement, **options)
     else:
-        parameters = FSDPParameters(adapter, transport, cost.sharding, node_size=cost.node_size, **options)
+        sizes = {"node_size": cost.node_size, "expert": cost.expert}
+        parameters = FSDPParameters(adapter, transport, cost.sharding, **sizes, **options)
     if adapter.deferred is not None:
         adapter.deferred.close()
     return parameters

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from seqloom.api import cost_models
 from seqloom.cost import CostModel
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
@@ -31,13 +32,13 @@ from seqloom.planners.hydraulis.dispatch import Assignment
 from seqloom.planners.hydraulis.planner import plan_assignment
 from seqloom.planners.pipeline.planner import V_SHAPED, check_schedule
 from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages
-from seqloom.planners.registry import PlannerChoice, parse_planner
+from seqloom.planners.registry import PlannerChoice, fastest, parse_planner
 from seqloom.reader import read_mapping
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Pipelining
 
 SAMPLED_BATCHES = 4
-"""Batches by whose predicted times `pipeline.stages = "auto"` is decided."""
+"""Batches by whose predicted times `pipeline.stages = "auto"` and `plan.expert = "auto"` are decided."""
 STRATEGIES_FILE = "strategies.json"
 """The list of proposed strategies, in a run's folder."""
 WARM_UP_TOKENS = 2
@@ -50,18 +51,19 @@ Describe = Callable[[Config], ModelSpec]
 
 @dataclass(frozen=True, slots=True)
 class RunChoices:
-    """What a config leaves open: stages and the place of the optimiser where it says "auto", proposed strategies."""
+    """What a config leaves open where it says "auto": stages, expert degree, place of the optimiser; strategies."""
 
     stages: int
     strategies: tuple[Strategy, ...]
     offload_optimiser: bool = False
+    expert: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunSetup:
     """Everything a run needs before ranks connect, the same on all ranks."""
 
-    config: Config  # with a number of stages, and a place of the optimiser, where it says "auto"
+    config: Config  # with the choices where it says "auto"
     spec: ModelSpec  # shapes of the model
     source: Source  # documents of training
     sampler: Sampler  # at its beginning
@@ -89,12 +91,16 @@ class RunSetup:
         longest = int(source.lengths.max())
         offload = choices.offload_optimiser if choices else choose_optimiser_offload(config, spec, ranks, longest)
         config = replace(config, optimiser=replace(config.optimiser, offload=offload))
-        cost = make_cost_model(config, spec, ranks, longest)
-        sampler = make_sampler(config, source, cost)
+        if choices is not None:
+            config = replace(config, plan=replace(config.plan, expert=choices.expert))
+        costs = make_cost_models(config, spec, ranks, longest)
+        cost, sampler = costs[0], make_sampler(config, source, costs[0])
         if choices is None:
             batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
-            stages, strategies = choose_stages(config, cost, batches), load_strategies(config, cost, source.lengths)
-            choices = RunChoices(stages, strategies, offload)
+            stages, cost = choose_degrees(config, costs, batches)
+            choices = RunChoices(stages, load_strategies(config, cost, source.lengths), offload, cost.expert)
+            config = replace(config, plan=replace(config.plan, expert=cost.expert))
+            sampler = sampler if cost is costs[0] else make_sampler(config, source, cost)
         stages = choices.stages
         planners = RunPlanners.load(config, cost, stages, choices.strategies)
         config = replace(config, pipeline=replace(config.pipeline, stages=stages) if stages > 1 else Pipelining())
@@ -104,7 +110,7 @@ class RunSetup:
     def choices(self) -> RunChoices:
         """What was chosen for this run."""
         stages, strategies = int(self.config.pipeline.stages), self.planners.strategies
-        return RunChoices(stages, strategies, self.cost.offload_optimiser)
+        return RunChoices(stages, strategies, self.cost.offload_optimiser, self.cost.expert)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same on all ranks, by name: config, model, documents and cost model."""
@@ -179,8 +185,11 @@ def _count_steps(config: Config, source: Source, cost: CostModel) -> int:
     return steps
 
 
-def make_cost_model(config: Config, spec: ModelSpec, ranks: int, longest: int) -> CostModel:
-    """Return the cost model of a run's plans; `longest` is the longest document in tokens."""
+def make_cost_models(config: Config, spec: ModelSpec, ranks: int, longest: int) -> list[CostModel]:
+    """Return the cost model of a run's plans, for every expert degree that the config leaves open.
+
+    `longest` is the longest document in tokens.
+    """
     spelling = f"1x{ranks}xCPU" if config.plan.cluster == "auto" else config.plan.cluster
     cluster = Cluster.parse(spelling)
     if cluster.ranks != ranks:
@@ -191,10 +200,11 @@ def make_cost_model(config: Config, spec: ModelSpec, ranks: int, longest: int) -
     plan, stages = config.plan, config.pipeline.stages
     if stages == "auto" or plan.sharding == Sharding.FREE:
         stages = 2  # perhaps only a pipeline holds the model
-    memory = (plan.budget_gib, config.data.max_length or longest, plan.capacity)
-    options = {"stages": int(stages), "float8": config.model.float8, "offload": plan.offload, "host_gib": plan.host_gib}
-    options["offload_optimiser"] = config.optimiser.offload is True
-    return CostModel(cluster, spec, plan.profile, plan.sharding, *memory, **options)
+    options: dict[str, Any] = {"profile": plan.profile, "sharding": plan.sharding, "expert": plan.expert}
+    options |= {"budget_gib": plan.budget_gib, "max_length": config.data.max_length or longest}
+    options |= {"capacity": plan.capacity, "stages": int(stages), "float8": config.model.float8}
+    options |= {"offload": plan.offload, "host_gib": plan.host_gib}
+    return cost_models(cluster, spec, **options, offload_optimiser=config.optimiser.offload is True)
 
 
 def choose_optimiser_offload(config: Config, spec: ModelSpec, ranks: int, longest: int) -> bool:
@@ -208,10 +218,10 @@ def choose_optimiser_offload(config: Config, spec: ModelSpec, ranks: int, longes
     for offload in (False, True):
         own = replace(config, optimiser=replace(config.optimiser, offload=offload))
         try:
-            cost = make_cost_model(own, spec, ranks, longest)
-            if cost.cluster.device.name == "CPU":
+            costs = make_cost_models(own, spec, ranks, longest)
+            if costs[0].cluster.device.name == "CPU":
                 return False
-            _plan_longest(own, cost, longest)
+            _plan_longest(own, costs, longest)
         except MemoryBudgetError:
             continue
         except SeqloomError:  # whatever else is wrong with the run is said where it belongs
@@ -220,15 +230,18 @@ def choose_optimiser_offload(config: Config, spec: ModelSpec, ranks: int, longes
     return False
 
 
-def _plan_longest(config: Config, cost: CostModel, longest: int) -> None:
-    """Raise MemoryBudgetError unless some plan of a run holds a document of so many tokens."""
+def _plan_longest(config: Config, costs: Sequence[CostModel], longest: int) -> None:
+    """Raise MemoryBudgetError unless some plan of a run, by one of these, holds a document of so many tokens."""
     document, stages = np.array([longest]), config.pipeline.stages
-    if stages == 1 and cost.holding(document).holds(document):
-        return
-    if stages == "auto":
-        choose_stages(config, cost, [document])
-    else:
-        RunPlanners.load(config, cost, int(stages)).planner.plan(document, cost)
+
+    def run(cost: CostModel) -> tuple[int, None]:
+        if stages == "auto":
+            choose_stages(config, cost, [document])
+        elif stages != 1 or not cost.holding(document).holds(document):
+            RunPlanners.load(config, cost, int(stages)).planner.plan(document, cost)
+        return 0, None
+
+    fastest(costs, run)
 
 
 # ---- Planners
@@ -299,6 +312,24 @@ class RunPlanners:
         return cls(placed, planner, fallback)
 
 
+def choose_degrees(config: Config, costs: Sequence[CostModel], batches: Sequence[np.ndarray]) -> tuple[int, CostModel]:
+    """Return the number of stages and the cost model, of those with the run's expert degrees, of the shortest steps."""
+    if len(costs) == 1:
+        return choose_stages(config, costs[0], batches), costs[0]
+
+    def run(cost: CostModel) -> tuple[int, tuple[int, CostModel]]:
+        stages = choose_stages(config, cost, batches)
+        planner = RunPlanners.load(config, cost, stages).planner
+        return _predicted_ns(planner, cost, batches), (stages, cost)
+
+    return fastest(costs, run)
+
+
+def _predicted_ns(planner: PlannerChoice, cost: CostModel, batches: Sequence[np.ndarray]) -> int:
+    """Return how long the first of these batches take together."""
+    return sum(predicted_ns(planner.plan(batch, cost), cost) for batch in batches[:SAMPLED_BATCHES])
+
+
 def choose_stages(config: Config, cost: CostModel, batches: Sequence[np.ndarray]) -> int:
     """Return the config's number of stages; for "auto" the one with the shortest predicted steps on `batches`."""
     stages = config.pipeline.stages
@@ -310,7 +341,7 @@ def choose_stages(config: Config, cost: CostModel, batches: Sequence[np.ndarray]
     for count in [count for count in range(1, most + 1) if cost.ranks % count == 0]:
         try:
             planner = RunPlanners.load(config, cost, count).planner
-            times[count] = sum(predicted_ns(planner.plan(batch, cost), cost) for batch in batches[:SAMPLED_BATCHES])
+            times[count] = _predicted_ns(planner, cost, batches)
         except SeqloomError as error:
             refusal = refusal or error
     if not times:

@@ -10,6 +10,7 @@ FIGURES = {
     "bound_ms",
     "plan_ms",
     "rounds",
+    "expert",
     "comm_share",
     "idle_share",
     "peak_memory_gib",

@@ -14,6 +14,7 @@ FIGURES = {
     "bound_ms",
     "plan_ms",
     "rounds",
+    "expert",
     "comm_share",
     "idle_share",
     "peak_memory_gib",
@@ -63,6 +64,25 @@ def test_float8_is_priced_and_named(run, refused):
     assert simulated["step_ms"] == changed["step_ms"]
     assert ", float8" in run(f"{PLAN} --float8").out
     assert "float8_speedup" in refused(f"{PLAN} --float8".replace("H200", "A100-80G"))
+
+
+def test_the_expert_degree_is_chosen_or_given_and_named(run, refused):
+    """Of two GPUs beside each other, neither holds all experts with their optimiser unless they are sharded."""
+    mixture = "--cluster 1x8xH200 --model qwen3-30b-a3b"
+    line = f"plan --lengths lengths.txt {mixture} --planner static"
+    given = {degree: run(f"{line} --expert {degree} --out plan{degree}.json --json").json for degree in (1, 2, 4, 8)}
+    assert all(report["expert"] == degree for degree, report in given.items())
+    fastest = min(given.values(), key=lambda report: report["step_ms"])
+    chosen = run(f"{line} --json").json
+    assert (chosen["expert"], chosen["step_ms"]) == (fastest["expert"], fastest["step_ms"])
+    assert run(f"simulate plan4.json {mixture} --json").json["step_ms"] == given[4]["step_ms"]
+    said = run(f"{line} --expert 4").out
+    assert "expert degree 4" in said and "no plan with expert degree 4 can beat" in " ".join(said.split())
+    assert "use 2 or 4" in refused(f"{line} --expert 3") and "1, 2, 4, ... or auto" in refused(f"{line} --expert no")
+    assert "no experts; use 1" in refused(f"{PLAN} --expert 2")
+    compared = run(f"compare --lengths lengths.txt {mixture} --planners static,adaptive --batch-size 6 --json").json
+    assert compared["expert"] == "auto"
+    assert all(len(set(figures["expert"])) == 1 for figures in compared["planners"].values())
 
 
 def test_auto_says_whom_it_chose(run):

@@ -6,8 +6,9 @@ import pytest
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.planners import PLANNERS, make_plan, plan_batches
-from seqloom.planners.registry import RIVALS, parse_planner
-from support.strategies import roomy_cost_model
+from seqloom.planners.registry import RIVALS, fastest, parse_planner
+from seqloom.simulate import predicted_ns
+from support.strategies import MIXTURE, roomy_cost_model
 
 COST = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
 FREE = roomy_cost_model("1x8xH100", "qwen3-0.6b", None, "free", 1)
@@ -93,7 +94,7 @@ def test_a_run_has_one_static_degree_and_names_as_given():
     assert len({frozenset(degrees_of(batch["static"].plan)) for batch in found}) == 1
     assert degrees_of(make_plan("static", short, COST)) == {1} != degrees_of(found[0]["static"].plan)
     assert all(degrees_of(batch["static:8"].plan) == {8} for batch in found)
-    assert seen == [(name, index) for index in (0, 1) for name in ("static", "static:8", "auto")]
+    assert seen == [(name, index) for name in ("static", "static:8", "auto") for index in (0, 1)]
     assert all(planned.plan_ns > 0 for batch in found for planned in batch.values())
     assert plan_batches(["flex"], [], COST) == []
 
@@ -107,3 +108,26 @@ def test_degrees_that_are_no_powers_of_two_are_used_where_cheaper(cluster):
             plan = make_plan("flex", sample("commoncrawl", 40, seed=seed, max_length=60_000), cost, evaluations=40)
             used |= degrees_of(plan)
     assert any(degree & (degree - 1) for degree in used), used
+
+
+def test_every_planner_takes_one_expert_degree_for_a_run():
+    first = roomy_cost_model("2x4xH200", MIXTURE.name, None, "full", 3)
+    costs = [first.with_expert(degree) for degree in first.expert_degrees]
+    batches = [sample("wikipedia", 24, seed=seed) for seed in (0, 1)]
+    found = plan_batches(["static", "flex"], batches, costs[0], others=costs[1:])
+    for name in ("static", "flex"):
+        alone = {cost.expert: plan_batches([name], batches, cost) for cost in costs}
+        times = {cost.expert: sum(predicted_ns(row[name].plan, cost) for row in alone[cost.expert]) for cost in costs}
+        best = min(times, key=times.get)
+        assert [row[name].plan for row in found] == [row[name].plan for row in alone[best]]
+
+
+def test_what_no_cost_model_allows_is_refused_as_by_the_first():
+    def run(cost):
+        if cost > 1:
+            raise SeqloomError(f"refused by {cost}")
+        return -cost, str(cost)
+
+    assert fastest([3, 0, 2, 1], run) == "1"
+    with pytest.raises(SeqloomError, match="refused by 3"):
+        fastest([3, 2], run)

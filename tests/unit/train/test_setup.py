@@ -143,6 +143,25 @@ def test_a_run_that_was_left_open_goes_on_with_a_number():
     assert setup.config.pipeline.stages == len(setup.planners.stages) in (1, 2, 4)
 
 
+@pytest.mark.parametrize("stages", ["1", "auto"])
+def test_auto_takes_the_fastest_expert_degree_and_all_ranks_the_same(stages):
+    few = [f"pipeline.stages={stages}", "plan.planner=static", "data.source=toy:40", "data.max_length=300"]
+    setups = {
+        degree: RunSetup.load(Config.load(RECIPES / "experts-cpu.toml", [*few, f"plan.expert={degree}"]), 4)
+        for degree in (1, 2, 4, "auto")
+    }
+    batches = [batch.lengths for batch in setups["auto"].sampler.peek(4)]
+    times = {
+        degree: sum(predicted_ns(setup.planners.planner.plan(each, setup.cost), setup.cost) for each in batches)
+        for degree, setup in setups.items()
+    }
+    chosen = setups["auto"]
+    assert chosen.cost.expert == chosen.config.plan.expert == chosen.choices.expert == min(times, key=times.get)
+    config = Config.load(RECIPES / "experts-cpu.toml", [*few, "plan.expert=auto"])
+    again = RunSetup.load(config, 4, choices=chosen.choices)
+    assert again.fingerprint() == chosen.fingerprint()
+
+
 def test_a_choice_says_what_it_is():
     assert str(PlannerChoice("static:4")) == "static:4"
     assert str(PlannerChoice("pipeline", {"stages": 4, "schedule": "1f1b"})) == "pipeline:4,1f1b"

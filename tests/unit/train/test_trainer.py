@@ -83,7 +83,7 @@ def test_other_factors_on_a_rank_are_noticed():
     def body(transport):
         plan = make_plan("flex", LENGTHS, COST)
         step_plan = StepPlan(4, plan.to_json(), plan.hash, 9, factors=(1.0, 2.0, 1.0, 1.0, 1.0 + transport.rank))
-        PlanBroadcast(transport, None)._check_all_ranks(4, LENGTHS, step_plan)
+        PlanBroadcast(transport, None).check_all_ranks(4, LENGTHS, step_plan)
 
     with pytest.raises(SeqloomError, match="step 4: rank 1 holds another plan than rank 0"):
         run_ranks(2, body, strict=True)
