@@ -218,3 +218,14 @@ def test_what_is_not_clear_is_refused():
         model(input_ids=ids, cu_seq_lens_q=torch.tensor([0, 15]), position_ids=positions)
     with pytest.raises(SeqloomError, match="a cache"):
         model(input_ids=ids, position_ids=positions, past_key_values=hf.DynamicCache(config=model.config))
+
+
+def test_attention_weights_are_dropped_in_packed_calls_and_batches_are_refused():
+    model, ids = attach(tiny_model("llama", attention_dropout=0.3)).train(), torch.arange(8)[None]
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    first, second = (model(input_ids=ids, position_ids=packed).logits for _ in range(2))
+    assert not torch.equal(first, second), "another seed for every call"
+    with pytest.raises(SeqloomError, match=r"dropout 0\.3 of attention weights .*model\.eval\(\)"):
+        model(input_ids=ids)
+    model.eval()
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -210,7 +210,10 @@ def masked_attention(
         scale, softcap, sinks, dropout: see `attention`.
     """
     if dropout:
-        raise SeqloomError(f"dropout={dropout} of attention weights is not computed; set it to 0 in the config")
+        raise SeqloomError(
+            f"dropout {dropout} of attention weights in a call with a cache, or with a mask of its own: here none are "
+            "dropped; call model.eval(), or set it to 0 in the config"
+        )
     mask = mask[..., : key.shape[2]]
     if softcap is None and sinks is None:
         grouped = query.shape[1] != key.shape[1]
