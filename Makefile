@@ -14,6 +14,12 @@ NCCL_JOBS ?= 3
 FAULTS ?= 40
 # Changed files of `make fuzz`, over all readers.
 CASES ?= 60000
+# Steps, and batches that are planned twice, of `make soak`; PYTHON2 is the interpreter that plans them the second time.
+STEPS ?= 5000
+BATCHES ?= 1000000
+PYTHON2 ?= $(BIN)/python
+# `make fuzz`, `make test-faults` and `make soak` end after so many seconds each, and go on where they have ended.
+LIMIT_S ?= 3600
 # The first interpreter that runs and is new enough; override with `make PYTHON=/path/to/python demo`.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; \
@@ -21,6 +27,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python;
 
 VENV := .venv
 BIN := $(VENV)/bin
+RESULTS := benchmarks/results
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
@@ -28,7 +35,7 @@ INPUTS := pyproject.toml constraints.txt
 # Traces of a step: other work on the GPU would move its kernels.
 ALONE := tests/nccl/test_overlap_nccl.py
 
-.PHONY: help demo fuzz test test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
+.PHONY: help demo fuzz soak test test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,10 +60,14 @@ test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on t
 	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=120 --session-timeout=240 tests/cluster
 
 fuzz: $(DEV_READY)  ## every reader of files, with so many changed files: make fuzz CASES=1000000
-	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --jobs $(JOBS)
+	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --jobs $(JOBS) --seconds $(LIMIT_S) --state build/fuzz.json --out $(RESULTS)/fuzz.json
 
 test-faults: $(DEV_READY)  ## training runs that meet faults until they are complete: make test-faults FAULTS=300
-	$(BIN)/python tests/faults/run.py --faults $(FAULTS)
+	$(BIN)/python tests/faults/run.py --faults $(FAULTS) --seconds $(LIMIT_S) --state build/faults.json --out $(RESULTS)/faults.json
+
+soak: $(DEV_READY)  ## thousands of steps with changing plans, then batches planned twice: nothing grows, every hash is equal
+	$(BIN)/python benchmarks/long_run.py --ranks 2 --steps $(STEPS) --seconds $(LIMIT_S) --out $(RESULTS)/soak_steps.json
+	$(BIN)/python tests/soak/run.py --batches $(BATCHES) --python $(PYTHON2) --seconds $(LIMIT_S) --out $(RESULTS)/soak_plans.json
 
 lint: $(DEV_READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ between them; otherwise they are CPU processes with gloo.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -60,8 +61,8 @@ def able_planners(cost: CostModel, lengths: np.ndarray) -> tuple[list[PlannerCho
     return able, others
 
 
-def run(process: RankProcess, steps: int, seed: int) -> dict[str, Any]:
-    """Train on one rank; return what was measured, on rank 0."""
+def run(process: RankProcess, steps: int, seconds_limit: float, seed: int) -> dict[str, Any]:
+    """Train on one rank until all steps are done or no time is left; return what was measured, on rank 0."""
     torch.cuda.Stream = CountedStream
     job_rank, device, _ = process
     communicators = Communicators(GroupFamily(job_rank.ranks, job_rank.ranks))
@@ -80,9 +81,14 @@ def run(process: RankProcess, steps: int, seed: int) -> dict[str, Any]:
     began = time.perf_counter()
     for step in range(1, steps + 1):
         batch = sampler.next_batch()
-        plan = next(turns).plan(batch.lengths, cost) if job_rank.rank == 0 else None
-        plan = Plan.from_json(transport.broadcast(plan and plan.to_json().encode()).decode())
-        start = time.perf_counter()
+        text = None
+        if job_rank.rank == 0:
+            has_time = time.perf_counter() - began < seconds_limit
+            text = next(turns).plan(batch.lengths, cost).to_json().encode() if has_time else b""
+        text = transport.broadcast(text).decode()
+        if not text:
+            break
+        plan, start = Plan.from_json(text), time.perf_counter()
         bound = bind_plan(plan, transport, device=device)
         with RowReader(bound, source, batch) as rows:
             result = run_step(bound, parameters, rows, batch.valid_tokens)
@@ -100,7 +106,7 @@ def run(process: RankProcess, steps: int, seed: int) -> dict[str, Any]:
     return {
         "ranks": job_rank.ranks,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "steps": steps,
+        "steps": len(losses),
         "seconds": time.perf_counter() - began,
         "median_step_ms": 1e3 * median(seconds),
         "losses": [losses[0], losses[-1]],
@@ -122,14 +128,14 @@ def main() -> None:
     parser = options(__doc__, lengths=False)
     parser.add_argument("--ranks", type=int, default=4, help="processes")
     parser.add_argument("--steps", type=int, default=500, help="steps, each with a fresh plan")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which no step begins")
     arguments = parser.parse_args()
     steps = 40 if arguments.quick else arguments.steps
-    found = run_on_processes(run, arguments.ranks, steps, arguments.seed, share_gpu=True)
+    found = run_on_processes(run, arguments.ranks, steps, arguments.seconds, arguments.seed, share_gpu=True)
     names = [name for name in Usage.__dataclass_fields__ if name != "step"]
     worst = {name: max(growth(used, name) for used in found["usage"]) for name in names}
     rows = [(name, *(f"{used[-1][name]:,.0f}" for used in found["usage"]), f"{worst[name]:+.1%}") for name in names]
-    ranks = [f"rank {rank}" for rank in range(arguments.ranks)]
-    show("held at the end", ("", *ranks, "grown since warm"), rows)
+    show("held at the end", ("", *(f"rank {rank}" for rank in range(arguments.ranks)), "grown since warm"), rows)
     show("plans", ("planner", "steps"), [(name, str(count)) for name, count in found["plans"].items()])
     exact = ("communicators", "streams", "file_handles", "threads")
     checks = [Check(f"growth of {name}", worst[name], 0.0 if name in exact else 0.02) for name in names]
@@ -137,6 +143,7 @@ def main() -> None:
     show_checks(checks)
     found["usage"] = found["usage"][:1]
     record.write(arguments.out, __file__, arguments, found | {"growth": worst}, checks, lengths="made-up documents")
+    sys.exit(not arguments.quick and not all(check.passed for check in checks))
 
 
 if __name__ == "__main__":

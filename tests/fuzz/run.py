@@ -16,7 +16,6 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -30,8 +29,12 @@ from typing import NamedTuple
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
 
+from common import Check  # noqa: E402
+from record import commit, write  # noqa: E402
+
 from fuzz.readers import Reader, readers  # noqa: E402
 from seqloom.errors import SeqloomError  # noqa: E402
+from support.pieces import Pieces  # noqa: E402
 
 LIMIT_S = 20
 MEMORY_GIB = 6
@@ -108,37 +111,42 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0, help="of the first case")
     options.add_argument("--jobs", type=int, default=2, help="processes")
     options.add_argument("--reader", action="append", default=[], help="only this one; may be repeated")
+    options.add_argument("--seconds", type=float, default=1e9, help="after which no more cases begin")
+    options.add_argument("--state", type=Path, help="go on from the counts in this .json, and keep them there")
     options.add_argument("--out", type=Path, help="write counts to this .json")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         names = [each.name for each in readers(Path(folder)) if not arguments.reader or each.name in arguments.reader]
     per_reader = -(-arguments.cases // len(names))
-    starts = range(arguments.seed, arguments.seed + per_reader, CHUNK)
+    of = {"commit": commit(), "readers": names, "seed": arguments.seed}
+    pieces = Pieces(arguments.state, of, {"per_reader": 0, "cases": {}, "failures": []}, arguments.seconds)
+    counts = pieces.counts
+    starts = range(arguments.seed + counts["per_reader"], arguments.seed + per_reader, CHUNK)
+    sizes = [min(CHUNK, arguments.seed + per_reader - start) for start in starts]
     run = partial(run_chunk, reader_names=tuple(names))
-    done: Counter[str] = Counter()
-    failures: list[Failure] = []
-    begin = time.monotonic()
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        counts = [min(CHUNK, arguments.seed + per_reader - start) for start in starts]
-        for found, failed in pool.map(run, starts, counts):
-            done += found
-            failures += failed
-            print(f"{done.total():,} cases, {len(failures)} failures, {time.monotonic() - begin:.0f} s", flush=True)
+        for size, (found, failed) in zip(sizes, pool.map(run, starts, sizes), strict=True):
+            counts["per_reader"] += size
+            counts["cases"] = dict(sorted((Counter(counts["cases"]) + found).items()))
+            counts["failures"] += failed
+            pieces.keep()
+            total = sum(counts["cases"].values())
+            print(f"{total:,} cases, {len(counts['failures'])} failures, {counts['seconds']:.0f} s", flush=True)
+            if not pieces.has_time:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
+    failures = [Failure(*each) for each in counts["failures"]]
     kinds: dict[tuple[str, str], list[Failure]] = {}
     for failure in failures:
         kinds.setdefault((failure.reader, failure.reason.strip().splitlines()[-1]), []).append(failure)
     for (name, _), alike in kinds.items():
         first = alike[0]
         print(f"\n{name}, {len(alike)} times; repeat: --reader {name!r} --seed {first.seed} --cases 1\n{first.reason}")
-    print("\n".join(f"{name}: {count:,}" for name, count in sorted(done.items())))
-    if arguments.out is not None:
-        from common import Check
-        from record import write
-
-        figures = {"cases": dict(sorted(done.items())), "total": done.total()}
-        figures["seconds"] = round(time.monotonic() - begin)
-        checks = [Check("files that ended in a traceback, or in no time", len(failures), 0)]
-        write(arguments.out, __file__, arguments, figures, checks, gpu=False, lengths="none")
+    print("\n".join(f"{name}: {count:,}" for name, count in counts["cases"].items()))
+    figures = {"cases": counts["cases"], "total": sum(counts["cases"].values()), "seconds": round(counts["seconds"])}
+    checks = [Check("files that ended in a traceback, or in no time", len(failures), 0)]
+    del arguments.state
+    write(arguments.out, __file__, arguments, figures, checks, gpu=False, lengths="none")
     sys.exit(bool(failures))
 
 
