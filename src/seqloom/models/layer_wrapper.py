@@ -83,10 +83,10 @@ class LayerWrapper:
 def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapper = cast("LayerWrapper", layer.layer_wrapper)
     body = partial(_wrapped_body, layer, wrapper)
-    if wrapper.layer is None:
+    if wrapper.layer is None or not torch.is_grad_enabled():  # without gradients nothing is kept, context or not
         return body(*args, **kwargs)
     context = context_among(args, kwargs)
-    if not torch.is_grad_enabled() or not context.offloads(wrapper.layer):
+    if not context.offloads(wrapper.layer):
         return run_checkpointed(body, args, kwargs, wrapper.layer)
     shared = (each for each in _tensors((*args, *kwargs.values())) if not each.requires_grad)  # by all layers
     with cast("Offload", context.offload).layer((*layer.parameters(), *shared)) as offloaded:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -548,15 +548,27 @@ class Trainer(AbstractContextManager):
         return self._closing.enter_context(metrics)
 
 
+class StepPlanner(Protocol):
+    """Makes the plans of steps; see `PlanAhead`."""
+
+    def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
+        """Have the plan of a coming step made; returns at once."""
+        ...
+
+    def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
+        """Return the plan of a step, waiting for it if need be."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class PlanBroadcast:
     """The plans of a run, as one rank sees them: rank 0 has them made ahead and broadcasts each when its step begins.
 
-    `ahead` is the planning process, on rank 0; None on others.
+    `ahead` makes the plans, on rank 0; None on others.
     """
 
     transport: Transport
-    ahead: PlanAhead | None
+    ahead: StepPlanner | None
     device: torch.device | str = "cpu"
     _hash_compared: bool = field(default=False, init=False)  # every rank has hashed a plan as it reads it
 

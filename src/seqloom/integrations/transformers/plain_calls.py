@@ -116,7 +116,7 @@ def _derived_context(decoder: Any, args: tuple[Any, ...], keywords: dict[str, An
     if made and given.get("cu_seq_lens_q") is None:
         return None
     padded = isinstance(mask, torch.Tensor) and not made and not bool(mask.all())
-    lengths = _packed_lengths(given, shape, mask if padded else None)
+    lengths = packed_lengths(given, shape, mask if padded else None)
     if lengths is None:
         return None
     if shape[0] != 1 or padded or made or past is not None:
@@ -137,7 +137,7 @@ def _seen(past: Any) -> bool:
     return not isinstance(seen, int) or seen > 0
 
 
-def _packed_lengths(given: dict[str, Any], shape: torch.Size, mask: torch.Tensor | None) -> list[int] | None:
+def packed_lengths(given: dict[str, Any], shape: torch.Size, mask: torch.Tensor | None) -> list[int] | None:
     """Return the lengths of documents packed in the rows of a call; None: every row is a document."""
     borders, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
     if borders is not None:
@@ -158,8 +158,8 @@ def _packed_lengths(given: dict[str, Any], shape: torch.Size, mask: torch.Tensor
             "position_ids that jump to another position than 0 inside a row: the tokens between are elsewhere, as in a "
             f"shard of a longer document, and their keys are not known here; {FLATTEN}, or pass a context"
         )
-    starts = [0, *(begins[0].nonzero().squeeze(1) + 1).tolist()]
-    return [stop - start for start, stop in pairwise([*starts, shape[1]])]
+    begins = torch.nn.functional.pad(begins, (1, 0), value=True).flatten()
+    return [stop - start for start, stop in pairwise([*begins.nonzero().squeeze(1).tolist(), shape.numel()])]
 
 
 def one_run_each(mask: torch.Tensor) -> bool:

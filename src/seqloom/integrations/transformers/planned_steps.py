@@ -1,0 +1,262 @@
+"""Steps of a training loop that belongs to another library: batches as its collators make them, run under plans.
+
+    steps = PlannedSteps(model)                    # attaches the model; all ranks of the job
+    for batch in whole_batches(loader):            # the same batch on every rank
+        loss = steps.backward(batch).loss          # plan, forward, backward; gradients are those of the whole batch
+        optimizer.step()
+
+Loss and gradients are those of one process that is given the batch: the sum of the losses of its tokens, divided by the
+labels that count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from seqloom.api import cost_model
+from seqloom.cost import CostModel, Profile
+from seqloom.describe import Cluster, ModelSpec, model_from_config
+from seqloom.describe.huggingface import has_known_type
+from seqloom.dist import Communicators, Context, SingleRankTransport, TorchTransport, Transport, launched_rank
+from seqloom.engine import StepResult, bind_plan, run_step
+from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers.attach import attach, model_adapter
+from seqloom.integrations.transformers.checks import unwrap
+from seqloom.integrations.transformers.describe import describe_model
+from seqloom.integrations.transformers.plain_calls import FLATTEN, one_run_each, packed_lengths
+from seqloom.models import ModelAdapter
+from seqloom.models.layer_wrapper import LayerWrapper, recompute_layers
+from seqloom.models.loss import IGNORED
+from seqloom.params import Parameters, ReplicatedParameters
+from seqloom.planners.plan_ahead import StepPlan
+from seqloom.planners.registry import PlannerChoice
+from seqloom.simulate import predicted_ns
+from seqloom.train.launch import described_device
+from seqloom.train.trainer import PlanBroadcast, step_seed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """The documents of a batch, packed one after the other.
+
+    Attributes:
+        ids: int64[tokens].
+        labels: int64[tokens], those of the next token of the same document; `IGNORED` where the loss does not count.
+        lengths: tokens of every document.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def from_batch(cls, batch: Mapping[str, Any]) -> Documents:
+        """Read a batch of a collator: documents packed in rows, or one per row, padded on either side or not.
+
+        Args:
+            batch: `input_ids` and `labels` [rows, tokens], or `shift_labels` instead; with `cu_seq_lens_q` or
+                `position_ids` that begin again at 0 where documents are packed, `attention_mask` where rows are padded.
+        """
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        shifted = batch.get("shift_labels")
+        labels = batch.get("labels") if shifted is None else shifted
+        if labels is None or labels.shape != ids.shape:
+            found = "no labels" if labels is None else f"labels {list(labels.shape)}"
+            raise SeqloomError(
+                f"a batch with input_ids {list(ids.shape)} and {found}: the loss needs a label for every token; use a "
+                "collator that makes them, such as DataCollatorWithFlattening or DataCollatorForLanguageModeling"
+            )
+        padded = mask is not None and not bool(mask.all())
+        lengths = packed_lengths(dict(batch), ids.shape, mask if padded else None)
+        if padded and (lengths is not None or mask.ndim != 2 or not one_run_each(mask.bool())):
+            raise SeqloomError(f"documents packed beside padding, or a mask with holes, in a batch: {FLATTEN}")
+        if lengths is None:
+            lengths = mask.sum(1).tolist() if padded else [ids.shape[1]] * ids.shape[0]
+        ids, labels = ids.flatten(), labels.flatten()
+        if padded:
+            ids, labels = ids[mask.flatten().bool()], labels[mask.flatten().bool()]
+        lengths = tuple(each for each in lengths if each)
+        if shifted is None:
+            ends = torch.tensor([*accumulate(lengths)], device=labels.device) - 1
+            labels = labels.roll(-1).index_fill(0, ends, IGNORED)
+        return cls(ids, labels, lengths)
+
+    @classmethod
+    def join(cls, parts: Sequence[Documents]) -> Documents:
+        """Put batches together."""
+        ids, labels = (torch.cat([getattr(each, name) for each in parts]) for name in ("ids", "labels"))
+        return cls(ids, labels, tuple(length for each in parts for length in each.lengths))
+
+    @property
+    def valid(self) -> int:
+        """Labels that count."""
+        return int((self.labels != IGNORED).sum())
+
+    def to(self, device: torch.device) -> Documents:
+        """Return the documents on a device."""
+        return Documents(self.ids.to(device), self.labels.to(device), self.lengths)
+
+    def rows(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and labels of a rank's tokens, in the order of `context.spans`."""
+        starts = torch.tensor([0, *accumulate(self.lengths)], device=self.ids.device)
+        rows = starts[context.documents] + context.positions
+        return self.ids[rows], self.labels[rows]
+
+
+class ThreadPlanner:
+    """Plans coming steps in a thread of this process, while it computes.
+
+    Another process (`PlanAhead`) would import the user's script once more, which may begin to train there.
+    """
+
+    def __init__(self, cost: CostModel, planner: PlannerChoice) -> None:
+        """Take the cost model of the run and its planner."""
+        self._cost, self._planner = cost, planner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="seqloom-planner")
+        self._plans: dict[int, Future[StepPlan]] = {}
+
+    def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
+        """Have the plan of a step made; returns at once."""
+        self._plans[step] = self._thread.submit(self._plan, step, lengths)
+
+    def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
+        """Return the plan of a step, waiting for it if need be; a step that was not submitted is planned now."""
+        if step not in self._plans:
+            self.submit(step, lengths)
+        plan = self._plans[step].result()
+        self._plans = {other: planned for other, planned in self._plans.items() if other > step}
+        return plan
+
+    def _plan(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
+        begin = time.monotonic_ns()
+        plan = self._planner.plan(np.asarray(lengths, dtype=np.int64), self._cost)
+        took = time.monotonic_ns() - begin
+        return StepPlan(step, plan.to_json(), plan.hash, predicted_ns(plan, self._cost), plan_ns=took)
+
+
+@dataclass(slots=True, eq=False)
+class PlannedSteps:
+    """A model whose training steps run under plans, on all ranks of the job.
+
+    Attributes:
+        model: of transformers, or wrapped by peft, with the same values on all ranks; it is attached.
+        planner: see `seqloom.plan`; one that makes no pipeline stages.
+        cluster: to plan for, such as "2x8xH200"; None: the job's ranks, on the GPUs that were found.
+        profile, budget_gib, max_length: see `seqloom.cost_model`.
+        seed: of the planner and of dropout.
+        recompute: whether plans decide which activations are recomputed; False where transformers does
+            (`gradient_checkpointing_enable`).
+    """
+
+    model: nn.Module
+    planner: str = "auto"
+    cluster: Cluster | str | None = None
+    profile: Profile | str | None = None
+    budget_gib: float | None = None
+    max_length: int | None = None
+    seed: int = 0
+    recompute: bool = True
+    cost: CostModel = field(init=False)
+    transport: Transport = field(init=False)
+    parameters: Parameters = field(init=False)
+    _adapter: ModelAdapter = field(init=False)
+    _plans: PlanBroadcast = field(init=False)
+    _step: int = field(default=0, init=False)  # the latest
+
+    def __post_init__(self) -> None:
+        """Attach the model, make the communicators and the planner; all ranks call it."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        attach(self.model, longest=self.max_length)
+        self.cost = cost_model(
+            self.cluster or found_cluster(ranks),
+            spec_of(self.model),
+            profile=self.profile,
+            sharding="none",
+            budget_gib=self.budget_gib,
+            max_length=self.max_length,
+            offload="auto" if self.recompute else False,
+        )
+        if self.cost.cluster.ranks != ranks:
+            raise SeqloomError(
+                f"cluster {self.cost.cluster.spelling} has {self.cost.cluster.ranks} ranks, the job has {ranks}; name "
+                f"a cluster of {ranks}, or start {self.cost.cluster.ranks} processes"
+            )
+        self._adapter = model_adapter(self.model)
+        if self.recompute and any(LayerWrapper.of(layer).layer is None for layer in self._adapter.layers):
+            recompute_layers(self._adapter.layers)
+        family = self.cost.limits().family
+        self.transport = TorchTransport(Communicators(family)) if ranks > 1 else SingleRankTransport()
+        self.parameters = ReplicatedParameters(self._adapter, self.transport)
+        planner = ThreadPlanner(self.cost, PlannerChoice(self.planner, seed=self.seed))
+        self._plans = PlanBroadcast(self.transport, planner if self.transport.rank == 0 else None, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self._adapter.head.weight.device  # pyrefly: ignore[bad-return]
+
+    def submit(self, batches: Sequence[Documents], step: int) -> None:
+        """Have a coming step planned while this one computes; `backward` is given the same batches later."""
+        self._plans.submit(step, [length for each in batches for length in each.lengths])
+
+    def backward(self, *batches: Mapping[str, Any] | Documents, step: int | None = None) -> StepResult:
+        """Compute loss and gradients of a step; all ranks call it with the same batches.
+
+        Gradients of an earlier step are dropped; then every rank has those of the whole step, for its optimiser.
+
+        Args:
+            batches: of collators, which together are the batch of one optimiser step.
+            step: its number, from 1; None: the next one.
+        """
+        self._step = self._step + 1 if step is None else step
+        parts = [each if isinstance(each, Documents) else Documents.from_batch(each) for each in batches]
+        documents = Documents.join(parts).to(self.device)
+        plan = self._plans.take(self._step, documents.lengths).plan
+
+        def prepare(context: Context) -> None:
+            self._adapter.prepare(context, self._adapter.head.weight.dtype)  # pyrefly: ignore[bad-argument-type]
+
+        options = {"device": self.device, "check": False, "prepare": prepare}
+        rank_plan = bind_plan(plan, self.transport, **options, dropout_seed=step_seed(self.seed, self._step))
+        return run_step(rank_plan, self.parameters, documents.rows, documents.valid)
+
+
+def whole_batches(loader: Any) -> Any:
+    """Make a data loader that accelerate has prepared yield whole batches on every rank, and return it.
+
+    Its batch size is that of the whole job. Plans divide a batch by tokens, where accelerate would by documents.
+    """
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
+
+    if isinstance(loader, DataLoaderDispatcher):
+        raise SeqloomError(
+            "a data loader whose batches rank 0 reads and cuts for the others: every rank reads whole batches; set "
+            "dispatch_batches=False in the DataLoaderConfiguration or accelerator_config"
+        )
+    for shard in (loader.batch_sampler, loader.dataset):
+        if isinstance(shard, BatchSamplerShard | IterableDatasetShard):
+            shard.num_processes, shard.process_index = 1, 0
+    return loader
+
+
+def found_cluster(ranks: int) -> str:
+    """Spell the cluster of a job: its nodes as the launcher says, and the GPUs of this machine."""
+    job = launched_rank()
+    local = ranks if job is None or ranks % job.local_ranks else job.local_ranks
+    return f"{ranks // local}x{local}x{described_device()}"
+
+
+def spec_of(model: nn.Module) -> ModelSpec:
+    """Return the shapes of an attached model: by its type, or by its modules where no table has the type."""
+    config = unwrap(model).config.to_dict()
+    return model_from_config(config) if has_known_type(config) else describe_model(model, type(unwrap(model)).__name__)

@@ -1,0 +1,32 @@
+"""Trainers of other libraries under plans, on gloo processes, give what their plain runs in one process give."""
+
+import pytest
+import torch
+
+from support.scripts import run_function
+from support.trainer_runs import padded, plain_trainer, planned_trainer
+
+
+def assert_alike(found, wanted):
+    (losses, trained, norms), (wanted_losses, wanted_trained, wanted_norms) = found, wanted
+    # Models are in float64, but transformers computes the loss in float32, whatever their dtype.
+    assert losses == pytest.approx(wanted_losses, rel=1e-6)
+    assert norms == pytest.approx(wanted_norms, rel=1e-6)
+    assert trained.keys() == wanted_trained.keys()
+    for name, values in trained.items():
+        torch.testing.assert_close(values, wanted_trained[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path, fork_server):
+    wanted = run_function(plain_trainer, 1, tmp_path, tmp_path, "llama", {})[0]
+    for found in run_function(planned_trainer, 2, tmp_path, tmp_path, "llama", {}, "static:2"):
+        assert_alike(found, wanted)
+
+
+@pytest.mark.slow
+def test_trainer_on_padded_rows_and_with_accumulated_batches(tmp_path, fork_server):
+    accumulated = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
+    wanted = run_function(plain_trainer, 1, tmp_path, tmp_path, "qwen3", accumulated)[0]
+    for found in run_function(planned_trainer, 2, tmp_path, tmp_path, "qwen3", accumulated, "auto", padded):
+        assert_alike(found, wanted)

@@ -1,0 +1,71 @@
+"""Training runs of trainers of other libraries: plain, in one process, and under plans on several."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.tiny_models import VOCABULARY, tiny_model
+
+PLAIN_BATCH = 8
+
+
+def documents(count: int = 24, longest: int = 48) -> list[dict[str, list[int]]]:
+    """Return documents of very unequal lengths, most of them short."""
+    draw = random.Random(0)
+    lengths = [min(longest, 2 + int(draw.paretovariate(0.8))) for _ in range(count)]
+    return [{"input_ids": [draw.randrange(1, VOCABULARY) for _ in range(length)]} for length in lengths]
+
+
+def padded(rows: list[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Collate documents one per row, with padding on the right."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch = {"input_ids": [], "attention_mask": [], "labels": []}
+    for row in rows:
+        ids, left = row["input_ids"], longest - len(row["input_ids"])
+        batch["input_ids"].append([*ids, *[0] * left])
+        batch["attention_mask"].append([*[1] * len(ids), *[0] * left])
+        batch["labels"].append([*ids, *[-100] * left])
+    return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def arguments(folder: Path, ranks: int, **changes: Any) -> dict[str, Any]:
+    """Return the settings of a run whose steps have the same documents on any number of ranks."""
+    given = {"output_dir": str(folder), "use_cpu": True, "num_train_epochs": 2, "learning_rate": 1e-2, "seed": 3}
+    given |= {"logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "bf16": False}
+    given |= {"max_grad_norm": 0.5, "weight_decay": 0.1, "dataloader_pin_memory": False, "optim": "adamw_torch"}
+    return given | {"per_device_train_batch_size": PLAIN_BATCH // ranks} | changes
+
+
+def outcome(trainer: Any) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """Train; return losses and gradient norms of the steps, and the trained parameters."""
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trained = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
+    return [each["loss"] for each in steps], trained, [each["grad_norm"] for each in steps]
+
+
+def plain_trainer(folder: Path, name: str, changes: dict[str, Any]) -> Any:
+    """`transformers.Trainer` on padded rows."""
+    from transformers import Trainer, TrainingArguments
+
+    settings = TrainingArguments(**arguments(folder, 1, **changes))
+    return outcome(Trainer(tiny_model(name), settings, data_collator=padded, train_dataset=documents()))
+
+
+def planned_trainer(folder: Path, name: str, changes: dict[str, Any], planner: str, collator: Any = None) -> Any:
+    """`SeqloomTrainer` on all ranks of the job."""
+    from transformers import TrainingArguments
+
+    from seqloom.integrations.transformers.trainer import SeqloomTrainer
+
+    settings = TrainingArguments(**arguments(folder, int(os.environ["WORLD_SIZE"]), **changes))
+    trainer = SeqloomTrainer(
+        tiny_model(name), settings, data_collator=collator, train_dataset=documents(), planner=planner
+    )
+    return outcome(trainer)
