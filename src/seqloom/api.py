@@ -279,6 +279,12 @@ class Evaluation:
         """Most that a rank has in host memory: activations, and the optimiser if it is there."""
         return float(self.simulation.peak_host_memory.max()) / GIB
 
+    def _repr_html_(self) -> str:
+        """Show the figures of the plan in a notebook."""
+        from seqloom.plan.notebook import html_table
+
+        return html_table(f"{self.plan!r}", ("figure", "value"), self.as_dict().items())
+
     def figures(self) -> dict[str, Any]:
         """Return the figures that comparisons show, by their JSON keys."""
         return {

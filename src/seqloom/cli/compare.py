@@ -48,6 +48,7 @@ def compare(
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     picture: shared.Picture = None,
+    html: shared.Html = None,
     seed: shared.Seed = 0,
     json: shared.AsJson = False,
 ) -> None:
@@ -62,6 +63,7 @@ def compare(
     from seqloom.planners import requested_stages
 
     shared.check_picture(picture)
+    shared.check_output(html, "report", (".html",))
     names = planner_names(planners)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
@@ -85,6 +87,7 @@ def compare(
     cost, rows = with_fitting_optimiser(run, build, place)
     if picture is not None:
         save_picture(picture, cost, workload, rows[0], "the first batch" if batches > 1 else "")
+    shared.save_report(html, cost, rows[0], *(["the first batch"] if batches > 1 else []), *workload.notes())
     shared.report(
         json,
         lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size, expert=options["expert"]),

@@ -63,6 +63,7 @@ def plan(
     out: Out = None,
     picture: shared.Picture = None,
     trace: shared.Trace = None,
+    html: shared.Html = None,
     seed: shared.Seed = 0,
     json: shared.AsJson = False,
     view: Annotated[bool, Option("--view", help="Draw the lengths and the timeline as well.")] = False,
@@ -80,8 +81,9 @@ def plan(
     shared.check_output(out)
     shared.check_picture(picture)
     shared.check_output(trace, "trace", (".json",))
+    shared.check_output(html, "report", (".html",))
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
-    _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or any((picture, trace)))
+    _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or any((picture, trace, html)))
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
     options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib, "expert": shared.parse_expert(expert)}
@@ -120,6 +122,7 @@ def plan(
         _print_end(planner, evaluation, out, cost.profile.name)
 
     _save_views(picture, trace, cost, evaluation, *workload.notes())
+    shared.save_report(html, cost, {planner: evaluation}, *workload.notes())
     shared.report(json, lambda: _as_dict(cost, workload, evaluation, planner, out, explain), draw)
 
 
@@ -136,6 +139,7 @@ def simulate(
     host_gib: shared.HostGib = None,
     picture: shared.Picture = None,
     trace: shared.Trace = None,
+    html: shared.Html = None,
     json: shared.AsJson = False,
 ) -> None:
     """Simulate a plan file: step time, idle, communication, memory and a timeline.
@@ -149,6 +153,7 @@ def simulate(
 
     shared.check_picture(picture)
     shared.check_output(trace, "trace", (".json",))
+    shared.check_output(html, "report", (".html",))
     loaded = Plan.load(plan)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
@@ -160,6 +165,7 @@ def simulate(
     place = shared.parse_offload(offload_optimiser)
     cost, evaluation = with_fitting_optimiser(lambda own: (own[0], evaluate(loaded, own[0])), build, place)
     _save_views(picture, trace, cost, evaluation)
+    shared.save_report(html, cost, {evaluation.plan.planner or plan.name: evaluation})
     shared.report(
         json,
         lambda: {"plan": str(plan)} | shared.cost_dict(cost) | evaluation.as_dict(),
@@ -266,8 +272,8 @@ def _check_step_tokens(planner: str, packs: bool, tokens_per_step: int | None, *
         raise SeqloomError("planner 'hbp' makes steps of a data set; say how large one is with --tokens-per-step N")
     if packs and drawn:
         raise SeqloomError(
-            "--view, --explain, --picture and --trace show one plan, hbp makes one per step; write them with --out and "
-            "look at one with seqloom simulate"
+            "--view, --explain, --picture, --trace and --html show one plan, hbp makes one per step; write them with "
+            "--out and look at one with seqloom simulate"
         )
 
 

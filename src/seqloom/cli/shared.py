@@ -82,6 +82,7 @@ Column = Annotated[str | None, Option(help="Column, field or array to read where
 Tokenizer = Annotated[str | None, Option(help="Counts a column of texts: bytes, or a tokenizer.json.")]
 Picture = Annotated[Path | None, Option(help="Draw the timeline to this file: .svg; .png or .pdf with matplotlib.")]
 Trace = Annotated[Path | None, Option(help="Write the simulated step to this .json file, for ui.perfetto.dev.")]
+Html = Annotated[Path | None, Option(help="Write a report to this .html file, for any browser; it fetches nothing.")]
 ConfigFile = Annotated[Path, Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, Option("--set", help="section.key=value, instead of the config's.")]
 
@@ -368,3 +369,15 @@ def evaluation_line(evaluation: Evaluation) -> str:
     if evaluation.peak_host_memory_gib:
         memory += f" and {evaluation.peak_host_memory_gib:.1f} GiB of its host's memory"
     return f"{line}; {memory}; hash {evaluation.plan.hash[:12]}"
+
+
+def save_report(path: Path | None, cost: CostModel, row: dict[str, Evaluation], *notes: str) -> None:
+    """Write the report of a batch under one or several planners, if a file is named."""
+    if path is None:
+        return
+    from seqloom.view.report import ReportStep, rank_word, save_report
+
+    steps = [ReportStep(name, one.plan, one.simulation, one.bound_ns, one.as_dict()) for name, one in row.items()]
+    documents = len(next(iter(row.values())).plan.documents)
+    title = f"One step of {documents:,} sequences on {cost.ranks:,} {rank_word(cost)}s"
+    save_report(path, title, steps, cost, notes=[cost_line(cost), *notes])

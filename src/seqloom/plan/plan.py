@@ -8,8 +8,12 @@ from pathlib import Path
 
 from seqloom.errors import PlanError
 from seqloom.plan.limits import Limits, Reduce, Sharding
+from seqloom.plan.notebook import html_table
 from seqloom.plan.pipeline import Pipeline
 from seqloom.plan.rules import RULES
+
+NOTEBOOK_ROWS = 40
+"""Groups that a notebook shows of a plan."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -106,6 +110,30 @@ class Plan:
 
         return from_text(text)
 
+    def _repr_html_(self) -> str:
+        """Show the plan in a notebook: its first groups, round by round."""
+        rows = [
+            (
+                pipeline_number,
+                round_number,
+                stage,
+                ranks_text(group.ranks),
+                group.ulysses,
+                group.ring,
+                len(group.spans),
+                tokens,
+            )
+            for pipeline_number, pipeline in enumerate(self.pipelines)
+            for round_number, current in enumerate(pipeline.rounds)
+            for stage, work in enumerate(current.by_stage)
+            for group in work.groups
+            for tokens in [f"{sum(stop - start for _, start, stop in group.spans):,}"]
+        ]
+        hidden = len(rows) - NOTEBOOK_ROWS
+        caption = f"{self!r}, the last {hidden:,} groups not shown" if hidden > 0 else repr(self)
+        header = ("pipeline", "round", "stage", "ranks", "ulysses", "ring", "sequences", "tokens")
+        return html_table(caption, header, rows[:NOTEBOOK_ROWS])
+
     def save(self, path: str | Path) -> None:
         """Write the plan to a .json or .txt file."""
         form = _form_of(path)
@@ -157,3 +185,10 @@ def plan_shape(plan: Plan) -> str:
 def _pipeline_shape(pipeline: Pipeline) -> str:
     tensors = dict.fromkeys(str(stage.tensor) for stage in pipeline.stages)
     return f"{'-'.join(tensors)}x{len(pipeline.ranks_by_pp_rank)}/{len(pipeline.ranks)}"
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Return ranks as text, contiguous ones as first and last: ``0-7``."""
+    if len(ranks) > 1 and tuple(ranks) == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))

@@ -9,6 +9,7 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
+from seqloom.plan.notebook import html_table
 from seqloom.simulate.events import EventTable, NicTable, event_table, nic_table
 from seqloom.simulate.memory import peak_host_memory, peak_memory
 from seqloom.simulate.microbatch import FULL_SHARE, MicroBatchKey, MicroBatchTimes, end_ns, price
@@ -59,6 +60,17 @@ class Simulation:
     nic_busy_ns: np.ndarray  # int64[nodes, nics] with exchanges of groups and remapping, not parameters and gradients
     link_busy_ns: np.ndarray  # int64[ranks] the same of every rank's NVLink port
     nics: NicTable
+
+    def _repr_html_(self) -> str:
+        """Show the summary of the simulated step in a notebook."""
+        rows = [
+            ("step", f"{self.step_ns / 1e6:,.2f} ms"),
+            ("ranks", f"{self.ranks:,}"),
+            ("idle", f"{self.idle_share:.1%}"),
+            ("exposed communication", f"{self.comm_share:.1%}"),
+            ("peak memory of the fullest rank", f"{self.peak_memory.max() / 1024**3:.1f} GiB"),
+        ]
+        return html_table("Simulated step", ("", ""), rows)
 
     @property
     def ranks(self) -> int:

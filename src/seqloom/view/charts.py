@@ -205,7 +205,7 @@ def step_legend(simulations: Sequence[Simulation]) -> list[tuple[str, str, float
 def add_histogram(picture: Picture, lengths: Sequence[int]) -> None:
     """Add the lengths of a batch: share of sequences and share of tokens per power of two, to one scale."""
     found = buckets(lengths)
-    most = max((max(bucket[1:]) for bucket in found), default=1.0)
+    most = max((max(bucket[1:3]) for bucket in found), default=1.0)
     left, top, height = LEFT, picture.height + 16, 92
     pitch = min(64.0, (picture.width - LEFT - RIGHT) / max(len(found), 1))
     bar = pitch * 0.36

@@ -181,21 +181,23 @@ def bounds_lines(explanation: Explanation) -> list[str]:
 
 
 class Bucket(NamedTuple):
-    """Sequences of `low` to `2 * low - 1` tokens, as shares of all sequences and of all tokens."""
+    """Sequences of `low` to `2 * low - 1` tokens, as shares of all sequences, tokens and attention work."""
 
     low: int
     sequences: float
     tokens: float
+    attention: float  # by the square of the length
 
 
 def buckets(lengths: Sequence[int] | np.ndarray) -> list[Bucket]:
     """Count sequences and tokens per power of two, from the shortest to the longest length, empty ones included."""
     sizes = np.asarray(lengths, dtype=np.int64)
     powers = np.array([int(size).bit_length() - 1 for size in sizes], dtype=np.int64)
-    found = []
+    found, squares = [], sizes.astype(np.float64) ** 2
     for power in range(powers.min(initial=64), powers.max(initial=0) + 1):
-        inside = sizes[powers == power]
-        found.append(Bucket(1 << power, len(inside) / len(sizes), float(inside.sum() / sizes.sum())))
+        own = powers == power
+        shares = own.sum() / len(sizes), sizes[own].sum() / sizes.sum(), squares[own].sum() / squares.sum()
+        found.append(Bucket(1 << power, *map(float, shares)))
     return found
 
 
@@ -209,7 +211,7 @@ class LengthHistogram:
         """Draw both columns of bars to one scale, so that they can be compared."""
         table = table_of(("length", "sequences %", "", "tokens %", ""), left=("",))
         found = buckets(self.lengths)
-        most = max((max(bucket[1:]) for bucket in found), default=1.0)
+        most = max((max(bucket[1:3]) for bucket in found), default=1.0)
         cells = max(4, min(BAR_CELLS, (options.max_width - BESIDE_BARS) // 2))
         for low, *shares in found:
             bars = [bar(share / most, cells, options.ascii_only) for share in shares]

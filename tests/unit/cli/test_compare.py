@@ -3,6 +3,7 @@ import pytest
 from seqloom.cli.compare import planner_names
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
+from support.reports import Report
 
 BOX = "--cluster 1x8xH200 --model llama3-8b"
 FIGURES = {
@@ -50,6 +51,17 @@ def test_the_names_of_the_contract_exist(run):
     assert report["cluster"] == "8x8xA100-40G"
     assert report["budget_gib"] == 30
     assert report["planners"]["adaptive"]["step_ms"] <= report["planners"]["static:64"]["step_ms"]
+
+
+def test_the_report_holds_the_figures_of_every_planner_on_the_first_batch(run, folder):
+    line = f"compare --lengths lengths.txt {BOX} --planners static,adaptive --batch-size 4 --batches 2"
+    printed = run(f"{line} --html planners.html --json").json
+    data = Report.load(folder / "planners.html").data
+    assert [step["name"] for step in data["steps"]] == ["static", "adaptive"]
+    for step in data["steps"]:
+        wanted = {key: values[0] for key, values in printed["planners"][step["name"]].items()}
+        assert wanted.items() <= step["figures"].items()
+    assert "the first batch" in data["notes"]
 
 
 def test_same_seed_same_plans(run):

@@ -6,6 +6,7 @@ import pytest
 from seqloom.cli import shared
 from seqloom.plan import Plan
 from support.perfetto import check_trace
+from support.reports import Report
 
 BOX = "--cluster 1x8xH200 --model llama3-8b --planner adaptive"
 PLAN = f"plan --lengths lengths.txt {BOX}"
@@ -43,6 +44,16 @@ def test_text_and_picture_name_the_cost_model_the_gap_and_the_file(run, refused,
     assert result.err == ""
     assert (folder / "plan.svg").read_text().startswith("<svg")
     assert "ends in .svg or .png or .pdf" in refused(f"{PLAN} --picture plan.gif")
+
+
+def test_the_report_of_a_plan_and_of_its_file_hold_the_printed_figures(run, refused, folder):
+    printed = run(f"{PLAN} --out plan.json --html planned.html --json").json
+    again = run("simulate plan.json --cluster 1x8xH200 --model llama3-8b --html simulated.html --json").json
+    for name, wanted in (("planned.html", printed), ("simulated.html", again)):
+        [step] = Report.load(folder / name).data["steps"]
+        assert {key: wanted[key] for key in step["figures"] if key != "planner"}.items() <= step["figures"].items()
+        assert step["name"] == printed["planner"]
+    assert "ends in .html" in refused(f"{PLAN} --html report.pdf")
 
 
 def test_a_plan_and_its_file_give_the_same_trace(run, refused, folder):
