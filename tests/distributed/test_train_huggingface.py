@@ -169,19 +169,18 @@ def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(seql
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("model_type", "changes", "message"),
     [
-        ("attention_dropout", 0.1, "attention dropout (attention_dropout = 0.1 in the config, model.layers.0"),
-        ("model_type", "bert", "logits altered after the head (cls beside decoder and head)"),
+        ("mistral", {"sliding_window": 4, "is_causal": False}, "bidirectional sliding windows"),
+        ("bert", {}, "logits altered after the head (cls beside decoder and head)"),
     ],
 )
-def test_a_refused_model_gives_the_reason_before_any_process_starts(seqloom_here, place, key, value, message):
-    folder = place / f"refused-{key}"
+def test_a_refused_model_gives_the_reason_before_any_process_starts(seqloom_here, place, model_type, changes, message):
+    folder = place / f"refused-{model_type}"
     folder.mkdir()
     config = json.loads((place / "llama" / "config.json").read_text())
-    if key == "model_type":
-        config = {name: config[name] for name in config if name not in ("architectures", "rope_parameters")}
-    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    config = {name: config[name] for name in config if name not in ("architectures", "rope_parameters")}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type, **changes}))
     result = seqloom_here(*command(place, "refused", "--ranks", "2", model__huggingface=folder))
     assert result.returncode == 2, result.stderr
     assert message in result.stderr and result.stderr.startswith("seqloom: model.huggingface")

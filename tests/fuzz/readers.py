@@ -121,6 +121,7 @@ def _configs(folder: Path) -> Reader:
     def read(at: Path, number: int) -> None:
         (at / "models").mkdir(exist_ok=True)
         (at / "models" / "tiny.toml").write_text(TINY)
+        (at / "models" / "tiny-moe.toml").write_bytes((ROOT / "recipes/models/tiny-moe.toml").read_bytes())
         Config.load(at / "run.toml", [])
 
     return Reader("configs", seeds, {".toml": as_lines}, read)

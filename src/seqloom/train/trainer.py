@@ -579,7 +579,7 @@ class PlanBroadcast:
 
     def use_factors(self, factors: Factors) -> None:
         """Have plans that are submitted from now on priced by other factors; does nothing on other ranks than 0."""
-        if self.ahead is not None:
+        if isinstance(self.ahead, PlanAhead):
             self.ahead.factors = factors
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:

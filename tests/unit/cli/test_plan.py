@@ -78,7 +78,6 @@ def test_float8_is_priced_and_named(run, refused):
 
 
 def test_the_expert_degree_is_chosen_or_given_and_named(run, refused):
-    """Of two GPUs beside each other, neither holds all experts with their optimiser unless they are sharded."""
     mixture = "--cluster 1x8xH200 --model qwen3-30b-a3b"
     line = f"plan --lengths lengths.txt {mixture} --planner static"
     given = {degree: run(f"{line} --expert {degree} --out plan{degree}.json --json").json for degree in (1, 2, 4, 8)}
