@@ -64,8 +64,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List public names and loaded modules."""
-    return sorted({*globals(), *__all__})
+    """List public names."""
+    return sorted(__all__)
 
 
 class _CallableModule(ModuleType):
@@ -73,6 +73,13 @@ class _CallableModule(ModuleType):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._function(*args, **options)
+
+    @property
+    def __doc__(self) -> str:  # what `help` begins with
+        from inspect import getdoc
+
+        call = f"{self.__name__}{self.__signature__}"
+        return f"{getdoc(self._function)}\n\n{call}\n\nThe package of this name: {self.__dict__['__doc__']}"
 
     @property
     def __signature__(self) -> Signature:

@@ -73,8 +73,8 @@ def cost_model(
         expert: neighbouring GPUs that divide the experts of every layer among them (expert parallelism).
     """
     return CostModel(
-        Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
-        ModelSpec.load(model) if isinstance(model, str) else model,
+        _cluster(cluster),
+        _model(model),
         profile,  # pyrefly: ignore
         sharding,
         budget_gib,
@@ -100,8 +100,7 @@ def cost_models(
     """
     from seqloom.cost.model import expert_degrees
 
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    model = ModelSpec.load(model) if isinstance(model, str) else model
+    cluster, model = _cluster(cluster), _model(model)
     if expert != "auto":
         return [cost_model(cluster, model, **options, expert=int(expert))]
     costs: list[CostModel] = []
@@ -115,6 +114,22 @@ def cost_models(
         assert refusal is not None
         raise refusal
     return costs
+
+
+def _cluster(value: Cluster | Path | str) -> Cluster:
+    if isinstance(value, str | Path):
+        return Cluster.parse(str(value))
+    if not isinstance(value, Cluster):
+        raise SeqloomError(f'cluster {value!r} is no cluster; give a spelling such as "1x8xH100", a preset or a file')
+    return value
+
+
+def _model(value: ModelSpec | Path | str) -> ModelSpec:
+    if isinstance(value, str | Path):
+        return ModelSpec.load(str(value))
+    if not isinstance(value, ModelSpec):
+        raise SeqloomError(f'model {value!r} is no model; give a preset such as "llama3-8b", a file or a folder')
+    return value
 
 
 def with_fitting_optimiser(
@@ -177,10 +192,11 @@ def plan(
     The other arguments are those of :func:`cost_model`.
     """
     from seqloom.planners import make_plan, requested_stages
-    from seqloom.planners.registry import fastest
+    from seqloom.planners.registry import check_options, fastest
     from seqloom.simulate import predicted_ns
 
     batch = _batch(lengths)
+    check_options(planner, options, plan.__kwdefaults__)
     given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
     given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib, "expert": expert}
     stages = max(requested_stages([planner]), options.get("stages") or 1)

@@ -237,6 +237,27 @@ def test_the_launcher_repeats_what_ranks_have_lost(tmp_path):
     asking.join()
 
 
+@pytest.mark.parametrize(("ends_process", "after"), [(False, signal.SIG_DFL), (True, signal.SIG_IGN)])
+def test_a_signal_after_the_ranks_have_left(tmp_path, ends_process, after):
+    """A second one may come when the process of the command line only has its exit code left to give."""
+
+    def ask() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        run_on_processes(leave_when_asked_twice, 2, str(tmp_path), on_cpu=True, watched=True, ends_process=ends_process)
+        assert signal.getsignal(signal.SIGTERM) == after
+    finally:
+        asking.join()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_whole_process_group(place):
     """As from a terminal, or from Slurm: also the process that forks ranks and the one that plans get it."""

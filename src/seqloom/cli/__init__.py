@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from seqloom.cli import check, compare, data, demo, doctor, plan, profile, propose, schedule, train
+from seqloom.cli import check, compare, data, demo, doctor, plan, presets, profile, propose, schedule, train
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
@@ -58,6 +58,7 @@ for verb in (
     *(check.check, train.train, train.verify, train.replay, doctor.doctor),
 ):
     app.command(verb.__name__)(verb)
+app.command("list")(presets.list_presets)
 app.add_typer(data.app, name="data")
 
 

@@ -99,7 +99,7 @@ def planner_names(text: str) -> list[str]:
     """Split a list of planners and refuse unknown names."""
     from seqloom.planners.registry import parse_planner
 
-    names = shared.split_names(text, "planner", "static,flex")
+    names = shared.split_names(text.lower(), "planner", "static,flex")
     for name in names:
         parse_planner(name)
     return names

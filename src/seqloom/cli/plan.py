@@ -82,6 +82,7 @@ def plan(
     shared.check_picture(picture)
     shared.check_output(trace, "trace", (".json",))
     shared.check_output(html, "report", (".html",))
+    planner = planner.lower()
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or any((picture, trace, html)))
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}

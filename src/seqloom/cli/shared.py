@@ -333,11 +333,18 @@ def cost_line(cost: CostModel) -> str:
     from seqloom.api import GIB
 
     return (
-        f"{cost.cluster.name}, {cost.model.name}, profile {cost.profile.name}, "
+        f"{cost.cluster.name}, {cost.model.name}, profile {_profile_text(cost)}, "
         f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
         f"{', optimiser in host memory' if cost.offload_optimiser else ''}"
         f"{f', expert degree {cost.expert}' if cost.expert > 1 else ''}"
     )
+
+
+def _profile_text(cost: CostModel) -> str:
+    """Return the profile's name, and whether its constants are of another kind of device."""
+    device, known = cost.cluster.device.name, cost.profile.known_devices
+    fits = any(device.lower().startswith(name.lower()) for name in known)
+    return cost.profile.name if fits else f"{cost.profile.name} (constants of {' or '.join(known)}, not of {device})"
 
 
 def print_heading(console: Console, cost: CostModel, workload: Workload, before: str = "") -> None:

@@ -67,7 +67,7 @@ def train(
     if launched:
         summary = train_as_launched_rank(loaded, **options)
     else:
-        summary = train_on_processes(loaded, ranks or loaded.run.ranks, **options)
+        summary = train_on_processes(loaded, ranks or loaded.run.ranks, ends_process=True, **options)
     if summary:  # of the first rank
         text = (
             f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "

@@ -35,6 +35,11 @@ class Profile:
 
     __slots__ = ()
 
+    @property
+    def known_devices(self) -> tuple[str, ...]:
+        """What the names of the devices that these constants are of begin with."""
+        raise NotImplementedError
+
     @staticmethod
     def names() -> tuple[str, ...]:
         """Names of the profiles that ship with the package."""
@@ -113,6 +118,11 @@ class AdditiveProfile(Profile):
     models: dict[str, AdditiveModel]
     sources: dict[str, str]
 
+    @property
+    def known_devices(self) -> tuple[str, ...]:
+        """What the names of the devices that these constants are of begin with."""
+        return (self.device,)
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -172,6 +182,11 @@ class AnalyticProfile(Profile):
     host_gb_s: float = HOST_GB_S  # a GPU to and from pinned host memory, in one direction, while all of its node copy
     expert_imbalance: float = EXPERT_IMBALANCE  # tokens at the busiest rank of an EP group over the mean; 1 or more
     host_memory_gb_s: float = HOST_MEMORY_GB_S  # read and written by the CPUs of a node that update optimiser state
+
+    @property
+    def known_devices(self) -> tuple[str, ...]:
+        """What the names of the devices that these constants are of begin with."""
+        return self.devices
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a .json file, which ``Profile.load`` reads back."""

@@ -6,10 +6,11 @@ To add a planner, write its function ``(lengths, cost, **options) -> Plan`` and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any, TypeVar
 
 import numpy as np
@@ -147,7 +148,9 @@ def verdicts(names: Sequence[str], profile: str) -> dict[str, str]:
 
 def parse_planner(name: str) -> tuple[PlannerSpec, dict[str, Any]]:
     """Look a name up, with the option behind it: ``static:64`` has groups of 64 GPUs, ``pipeline:4`` has 4 stages."""
-    base, colon, number = name.partition(":")
+    if not isinstance(name, str):
+        raise SeqloomError(f"planner {name!r} is no name; give one of {', '.join(PLANNERS)}")
+    base, colon, number = name.lower().partition(":")
     if base in _RENAMED:
         raise SeqloomError(f"planner {name!r}: {base} is called {_RENAMED[base]} now")
     spec = PLANNERS.get(base)
@@ -169,6 +172,15 @@ def parse_planner(name: str) -> tuple[PlannerSpec, dict[str, Any]]:
     return spec, {spec.option: int(number)}
 
 
+def check_options(planner: str, options: Collection[str], others: Collection[str] = ()) -> None:
+    """Refuse options that a planner does not have; `others` are names that the caller takes, for the hint."""
+    spec, given = parse_planner(planner)
+    known = set(signature(spec.load()).parameters) - {"lengths", "cost", "seed", *given}
+    for option in options:
+        if option not in known:
+            raise unknown_name(f"option of planner {spec.name}", option, {*known, *others, "cluster", "model"})
+
+
 def requested_stages(names: Sequence[str]) -> int:
     """Pipeline stages of the plans that these planners make, as far as their names say; 1: none makes any."""
     parsed = [parse_planner(name) for name in names]
@@ -183,8 +195,11 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
     """
     spec, given = parse_planner(name)
     array = Batch.of(lengths).lengths
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise SeqloomError(f"seed {seed!r} is not a whole number; give one, for example 0")
     if spec.seeded:
         given["seed"] = seed
+    check_options(name, options)
 
     def plan_under(own: CostModel) -> Plan:
         return with_layer_choices(spec.load()(array, own, **given, **options), own)

@@ -123,11 +123,18 @@ def train_in_process_group(
 
 
 def train_on_processes(
-    config: Config, ranks: int, *, model_family: ModelFamily = REFERENCE, share_gpu: bool = False, show: bool = True
+    config: Config,
+    ranks: int,
+    *,
+    model_family: ModelFamily = REFERENCE,
+    share_gpu: bool = False,
+    show: bool = True,
+    ends_process: bool = False,
 ) -> dict[str, Any]:
     """Start `ranks` processes on this machine, wait for them, and return the summary.
 
-    A run that was asked to leave, by a signal to this process or to one of its ranks, raises `LeftEarly`.
+    A run that was asked to leave, by a signal to this process or to one of its ranks, raises `LeftEarly`. With
+    `ends_process` the caller then ends this process, and further signals do not end it before with a code of theirs.
     """
     _check_compilers_if_needed(config)
     check_cores(ranks)
@@ -150,6 +157,7 @@ def train_on_processes(
         timeout=_torch_timeout(config),
         way_out="the last checkpoint is intact: run the same command to go on from it",
         watched=True,
+        ends_process=ends_process,
     )
     if "left" in summary:
         raise LeftEarly(summary["left"])
@@ -338,6 +346,7 @@ def run_on_processes(
     timeout: timedelta | None = None,
     way_out: str = "try fewer ranks, or a smaller model",
     watched: bool = False,
+    ends_process: bool = False,
 ) -> Any:
     """Start `ranks` processes on this machine, wait for them, and return the body's result on rank 0.
 
@@ -348,6 +357,7 @@ def run_on_processes(
 
     A body that is `watched` runs under a `Watchdog`: signals to leave that reach this process, if it calls from its
     main thread, are passed on to it, and torch leaves it to the watchdog to end a rank (`WATCHED_NCCL`).
+    With `ends_process` the caller ends this process next: once asked to leave, it ignores such signals from then on.
     """
     check_cores(ranks)
     check_gpus(ranks, share_gpu=share_gpu or on_cpu)
@@ -370,7 +380,7 @@ def run_on_processes(
                 if process.is_alive():
                     process.kill()
             if signals is not None:
-                signals.close()
+                signals.close(restore=not (ends_process and signals.received))
         if codes != [0] * ranks:
             raise _failure(Path(folder), codes, way_out, watched=watched)
         return torch.load(Path(folder) / "result", weights_only=True)

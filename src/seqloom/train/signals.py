@@ -32,6 +32,8 @@ class SignalPipe:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._handlers = {each: signal.getsignal(each) for each in signals}
+        self.received = False
+        """Whether one has been read."""
         if self._handlers:
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self.install_handlers()
@@ -51,7 +53,9 @@ class SignalPipe:
     def read(self, timeout_s: float) -> bytes:
         """Wait for signals and return their numbers; b"" after the time, or 0 among them after `wake`."""
         ready = select.select([self._reader], [], [], timeout_s)[0]
-        return self._reader.recv(64) if ready else b""
+        numbers = self._reader.recv(64) if ready else b""
+        self.received = self.received or any(numbers)
+        return numbers
 
     def wake(self) -> None:
         """Have `read` return a 0."""

@@ -52,7 +52,7 @@ def test_the_former_name_is_refused_with_the_new_one():
         parse_planner("strategies")
 
 
-@pytest.mark.parametrize(("name", "near"), [("flx", "flex"), ("Static", "static"), ("adaptve:3", "adaptive")])
+@pytest.mark.parametrize(("name", "near"), [("flx", "flex"), ("Statik", "static"), ("adaptve:3", "adaptive")])
 def test_unknown_names_are_refused_with_the_nearest(name, near):
     for ask in (parse_planner, lambda name: make_plan(name, np.array([9]), COST)):
         with pytest.raises(SeqloomError, match=f"unknown planner.*did you mean.*{near}"):
