@@ -75,7 +75,7 @@ class _CallableModule(ModuleType):
         return self._function(*args, **options)
 
     @property
-    def __doc__(self) -> str:  # what `help` begins with
+    def __doc__(self) -> str:  # what `help` begins with  # pyrefly: ignore[bad-override]
         from inspect import getdoc
 
         call = f"{self.__name__}{self.__signature__}"

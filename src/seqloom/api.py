@@ -196,7 +196,7 @@ def plan(
     from seqloom.simulate import predicted_ns
 
     batch = _batch(lengths)
-    check_options(planner, options, plan.__kwdefaults__)
+    check_options(planner, options, plan.__kwdefaults__ or ())
     given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
     given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib, "expert": expert}
     stages = max(requested_stages([planner]), options.get("stages") or 1)
