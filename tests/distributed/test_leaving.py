@@ -18,6 +18,7 @@ from seqloom.train.config import Config
 from seqloom.train.launch import run_on_processes
 from seqloom.train.logging import read_steps
 from seqloom.train.run_folder import complete_checkpoints
+from seqloom.train.signals import LEAVE_SIGNALS
 from support.processes import children_of, ranks_of
 from support.runs import leave_when_asked_twice, train_out_of_memory, train_until_asked, write_run
 from support.workers import Workers
@@ -237,8 +238,8 @@ def test_the_launcher_repeats_what_ranks_have_lost(tmp_path):
     asking.join()
 
 
-@pytest.mark.parametrize(("ends_process", "after"), [(False, signal.SIG_DFL), (True, signal.SIG_IGN)])
-def test_a_signal_after_the_ranks_have_left(tmp_path, ends_process, after):
+@pytest.mark.parametrize("ends_process", [False, True])
+def test_a_signal_after_the_ranks_have_left(tmp_path, ends_process):
     """A second one may come when the process of the command line only has its exit code left to give."""
 
     def ask() -> None:
@@ -246,16 +247,21 @@ def test_a_signal_after_the_ranks_have_left(tmp_path, ends_process, after):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def handler(*_: object) -> None:
+        pass
+
+    before = {each: signal.signal(each, handler) for each in LEAVE_SIGNALS}
     asking = threading.Thread(target=ask)
     asking.start()
+    options = {"on_cpu": True, "watched": True, "ends_process": ends_process}
     try:
-        run_on_processes(leave_when_asked_twice, 2, str(tmp_path), on_cpu=True, watched=True, ends_process=ends_process)
-        assert signal.getsignal(signal.SIGTERM) == after
+        run_on_processes(leave_when_asked_twice, 2, str(tmp_path), **options)
+        expected = signal.SIG_IGN if ends_process else handler
+        assert {signal.getsignal(each) for each in LEAVE_SIGNALS} == {expected}
     finally:
         asking.join()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        for each, own in before.items():
+            signal.signal(each, own)
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(seql
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("mistral", {"sliding_window": 4, "is_causal": False}, "bidirectional sliding windows"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router noise"),
         ("bert", {}, "logits altered after the head (cls beside decoder and head)"),
     ],
 )

@@ -201,11 +201,11 @@ def test_a_hugging_face_model_is_refused_by_name(settings, folders):
     refused = folders / "refused"
     refused.mkdir()
     config = json.loads((folders / "llama" / "config.json").read_text())
-    changes = {"model_type": "mistral", "sliding_window": 4, "is_causal": False}
-    (refused / "config.json").write_text(json.dumps({**config, **changes, "architectures": ["MistralForCausalLM"]}))
+    changes = {"model_type": "mixtral", "router_jitter_noise": 0.1}
+    (refused / "config.json").write_text(json.dumps({**config, **changes, "architectures": ["MixtralForCausalLM"]}))
     result = run_folder(folders, settings, "--set", f"model.huggingface={refused}")
     assert isinstance(result.exception, SeqloomError)
-    assert "bidirectional sliding windows" in str(result.exception) and str(refused) in str(result.exception)
+    assert "router noise" in str(result.exception) and str(refused) in str(result.exception)
 
 
 def test_parameters_in_other_files_are_not_drawn_silently(settings, folders):
