@@ -62,6 +62,7 @@ def train(
     if not launched:  # before this process loads torch
         start_fork_server("seqloom.train.launch", REFERENCE if loaded.model.huggingface is None else HUGGINGFACE)
     from seqloom.train.launch import train_as_launched_rank, train_on_processes
+    from seqloom.train.run_folder import REPORT_FILE
 
     options = {"model_family": model_family_of(loaded), "share_gpu": share_gpu, "show": not json}
     if launched:
@@ -72,7 +73,7 @@ def train(
         text = (
             f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
             f"{summary['tokens_per_second'] or 0:,.0f} tokens/s\ncheckpoints and metrics: {loaded.run.output}\n"
-            f"trained model: {loaded.run.output / 'model'}"
+            f"trained model: {loaded.run.output / 'model'}\nreport: {loaded.run.output / REPORT_FILE}"
         )
         shared.report(json, lambda: summary, lambda _: typer.echo(text))
 

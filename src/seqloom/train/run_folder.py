@@ -4,6 +4,7 @@
       .lock                     who trains there
       checkpoints/step-00000040 see `checkpoint`
       metrics.jsonl, model/     see `logging`, `model`
+      report.html               see `view.report`
 
 Nothing here needs torch, so that `seqloom check` finds what a run would refuse.
 """
@@ -30,7 +31,7 @@ from seqloom.reader import build, read_mapping
 if TYPE_CHECKING:
     import torch
 
-LOCK_FILE = ".lock"
+LOCK_FILE, REPORT_FILE = ".lock", "report.html"
 FORMAT, VERSION = "seqloom checkpoint", 1
 MANIFEST, METADATA = "seqloom.json", ".metadata"
 """Files of a complete checkpoint: ours, and torch's."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -31,6 +31,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from seqloom.api import Evaluation
 from seqloom.attention import attention_builds
 from seqloom.attention.kernels import KernelBuild
 from seqloom.compat import is_out_of_memory
@@ -60,6 +61,7 @@ from seqloom.train.logging import (
     StepRecord,
     open_display,
     open_trackers,
+    read_steps,
     summarize_ranks,
 )
 from seqloom.train.model import (
@@ -73,10 +75,11 @@ from seqloom.train.model import (
     shard_parameters,
 )
 from seqloom.train.optim import check_gradients, learning_rate, set_learning_rate, state_by_name
-from seqloom.train.run_folder import DamagedCheckpointError, resumed_checkpoint
+from seqloom.train.run_folder import REPORT_FILE, DamagedCheckpointError, resumed_checkpoint
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
 from seqloom.train.signals import blocked_signals
 from seqloom.train.step_checks import FAILED, CheckFailedError, Dump, StepChecks, write_dump
+from seqloom.view.report import ReportRun, ReportStep, rank_word, save_report
 from seqloom.view.trace import MeasuredSlice, save_trace
 
 if TYPE_CHECKING:
@@ -176,7 +179,7 @@ class Trainer(AbstractContextManager):
                 metrics.note(self.start_step, text)
         self._start.enter("planning")
         evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
-        before = "none before it"
+        before, step_plan = "none before it", None
         if self._evaluation_due and evaluate_every:
             self.evaluate(self.start_step, metrics)
         for step, batch in self._planned_batches():
@@ -213,9 +216,12 @@ class Trainer(AbstractContextManager):
         state = gather_state_dict(self.adapter.module, self.parameters, self.transport, self.device)
         if self.transport.rank == 0:
             self._model_family.save(self.config, self.adapter.module, state)
+        totals = {} if metrics is None else metrics.summary()
+        if metrics is not None:
+            self._save_report(totals, step_plan)
         if self._watchdog is not None:
             self._watchdog.finish()
-        return {} if metrics is None else metrics.summary()
+        return totals
 
     def _planned_batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield number and batch of the coming steps; rank 0 submits those `plan.ahead` steps later for planning."""
@@ -346,6 +352,21 @@ class Trainer(AbstractContextManager):
         if self.config.plan.feedback and self.feedback is None:
             profile = self.setup.cost.profile.name
             yield f"plan.feedback: profile {profile} holds published constants, which steps do not change"
+
+    def _save_report(self, totals: Mapping[str, Any], last: StepPlan | None) -> None:
+        """Write the report: predicted against measured over the run, and the plan of its last step. Rank 0 calls it."""
+        file, cost, steps = self.config.run.output / REPORT_FILE, self.setup.cost, []
+        if last is not None:
+            plan = last.plan
+            one = Evaluation(plan, simulate(plan, cost), last.bound_ns, last.plan_ns)
+            name = f"step {last.step:,}, {plan.planner}"
+            steps = [ReportStep(name, plan, one.simulation, one.bound_ns, one.as_dict())]
+        elif file.exists():
+            return  # no step was left to do
+        run = ReportRun([record.as_dict() for record in read_steps(self.config.metrics)], totals)
+        title = f"{self.config.run.output.name}: {totals['steps']:,} steps on {cost.ranks:,} {rank_word(cost)}s"
+        notes = [f"{cost.cluster.name}, {cost.model.name}, profile {cost.profile.name}, {cost.sharding} sharding"]
+        save_report(file, title, steps, cost, notes=notes, run=run)
 
     def _out_of_memory(self, step_plan: StepPlan, error: BaseException) -> MemoryBudgetError:
         """Say what a step needs and has by the cost model and by torch, and save its plan."""
