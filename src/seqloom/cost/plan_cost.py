@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -395,6 +395,28 @@ def round_components(
 
 
 # -- plans ----------------------------------------------------------------------
+
+
+class ExpertShares(NamedTuple):
+    """What experts take of a step, as shares of the time of all ranks."""
+
+    compute: float  # experts that the router chose, on the ranks that have them
+    exchange: float  # dispatch and combine: tokens to the experts and back
+
+
+def expert_shares(cost: CostModel, plan: Plan, step_ns: int) -> ExpertShares:
+    """Shares of experts in a step of so many ns; of ranks without tokens in a round, those of their EP group too."""
+    compute = exchange = 0
+    for pipeline in plan.pipelines:
+        resident = len(pipeline.stages) > 1 or bool(unshard_times_by_stage(cost, pipeline))
+        for current in pipeline.rounds if cost.model.experts else ():
+            for stage, layers, work in zip(pipeline.stages, pipeline.layer_ranges, current.by_stage, strict=True):
+                policy = MemoryPolicy(work.checkpoint, plan.reduce, resident)
+                parts = round_times(cost.for_stage(stage), work, policy, layers).parts
+                compute += int(parts[:, columns(("routed",))].sum())
+                exchange += int(parts[:, columns(("expert", "expert_latency"))].sum())
+    every = max(1, step_ns) * cost.ranks
+    return ExpertShares(compute / every, exchange / every)
 
 
 def plan_ns(cost: CostModel, plan: Plan) -> int:

@@ -7,12 +7,13 @@ from math import comb
 import pytest
 
 from seqloom.cost import CostModel, MemoryPolicy, Profile
-from seqloom.cost.plan_cost import round_times
+from seqloom.cost.plan_cost import expert_shares, round_times
 from seqloom.cost.shapes import COST_COLUMNS
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, LayerRange, Reduce, StageMicroBatch
+from seqloom.planners.problem import build_plan
 
 SPEC = ModelSpec(
     **{"name": "small", "layers": 6, "hidden": 1024, "heads": 8, "kv_heads": 4, "head_dim": 128, "ffn": 4096},
@@ -199,3 +200,15 @@ def test_profiles_say_no_less_than_the_mean(tmp_path):
     profile.write_text(profile.read_text().replace('"expert_imbalance": 1.5', '"expert_imbalance": 0.9'))
     with pytest.raises(SeqloomError, match="the busiest rank has no less than the mean"):
         Profile.load(profile)
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_shares_of_a_step_are_those_of_its_tokens(degree):
+    """Eight ranks with 20,000 tokens each: what experts compute follows from the tokens alone, whoever has them."""
+    cost = cost_of(degree)
+    plan = build_plan(cost, [20_000] * 8, [work_of((20_000,) * 8)], Reduce.STEP, "static")
+    found = expert_shares(cost, plan, step := cost.plan_ns(plan))
+    assert found.compute == pytest.approx(20_000 * cost.engine.expert_times(NONE).token_ns / step, rel=1e-6)
+    links = cost.engine.links
+    moved = 20_000 * links.expert(degree, Checkpoint.NONE).time + links.expert_latency(degree, Checkpoint.NONE)
+    assert found.exchange == pytest.approx(moved / step, rel=1e-6) and (moved > 0) == (degree > 1)
