@@ -27,6 +27,7 @@ from seqloom.errors import MemoryBudgetError, SeqloomError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    from seqloom.cost.plan_cost import ExpertShares
     from seqloom.plan import Plan, Sharding
     from seqloom.simulate import Simulation
 
@@ -279,6 +280,7 @@ class Evaluation:
     simulation: Simulation
     bound_ns: int | None  # no plan on the same stages has a shorter step; None where nothing is proven
     planning_ns: int | None = None  # wall time of the planner; None for a plan that was not made here
+    experts: ExpertShares | None = None  # what they take of the step; None: the model has none
 
     @property
     def gap(self) -> float | None:
@@ -323,6 +325,7 @@ class Evaluation:
             "sequences": len(self.plan.documents),
             "tokens": self.plan.tokens,
             **self.figures(),
+            "expert_share": None if self.experts is None else self.experts._asdict(),
             "gap": self.gap,
             "nic_share": dict(zip(("busiest", "mean"), self.simulation.nic_shares, strict=True)),
         }
@@ -333,10 +336,13 @@ def evaluate(plan: Plan, cost: CostModel, *, bound_ns: int | None = None, planni
 
     The lower bound is the slow part; give `bound_ns` if it is known already.
     """
+    from seqloom.cost.plan_cost import expert_shares
     from seqloom.planners.bounds import plan_bound
 
     simulation = _simulate(plan, cost)
-    return Evaluation(plan, simulation, plan_bound(plan, cost) if bound_ns is None else bound_ns, planning_ns)
+    bound = plan_bound(plan, cost) if bound_ns is None else bound_ns
+    experts = expert_shares(cost, plan, simulation.step_ns) if cost.model.experts else None
+    return Evaluation(plan, simulation, bound, planning_ns, experts)
 
 
 def evaluate_planners(

@@ -5,17 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.cost import GroupShape
+from seqloom.cost import CostModel, GroupShape
+from seqloom.cost.plan_cost import round_times
+from seqloom.describe import Cluster
 from seqloom.layout import Span
-from seqloom.plan import Method, Remap
-from seqloom.planners.bounds import lower_bound, policies_bound
-from seqloom.planners.bounds.prices import price_documents, remap_transfer_ns
+from seqloom.plan import Method, Remap, StageMicroBatch
+from seqloom.planners import make_plan
+from seqloom.planners.bounds import lower_bound, plan_bound, policies_bound
+from seqloom.planners.bounds.prices import ROUNDED, price_documents, remap_transfer_ns, shared_ns
 from seqloom.planners.bounds.step import ROUNDINGS
 from seqloom.planners.problem import fitting_problems
 from seqloom.planners.recompute import with_layer_choices
 from seqloom.simulate import simulate
 from support.overlapping import shortest_overlapping_step
-from support.strategies import batches, cost_models, roomy_cost_model
+from support.strategies import MIXTURE, batches, cost_models, roomy_cost_model
 from support.strategies_overlap import overlapping_plans
 
 roundings = pytest.mark.parametrize("rounding", ROUNDINGS, ids=range(len(ROUNDINGS)))
@@ -165,3 +168,49 @@ def test_no_group_is_cheaper_than_the_best_place_of_its_degree(data, cost, lengt
     row = prices.degree.tolist().index(shape.degree)
     least = prices.round_fixed + prices.group_fixed[:, row] + prices.cost[:, row, 0]
     assert least[0] <= parts.stream_ns[0] and least[2] <= parts.stream_ns[2] and least[1] <= max(parts.stream_ns[:2])
+
+
+@st.composite
+def mixtures(draw):
+    """Draw a cost model whose ranks divide experts, of any sharding."""
+    cluster = Cluster.parse(draw(st.sampled_from(("1x2xH200", "1x4xH100", "2x2xH200", "2x4xA800"))))
+    sharding = draw(st.sampled_from(("full", "hybrid", "none")))
+    cost = CostModel(cluster, MIXTURE, sharding=sharding)
+    return cost.with_expert(draw(st.sampled_from(cost.expert_degrees[1:])) if len(cost.expert_degrees) > 1 else 1)
+
+
+@settings(max_examples=40)
+@given(st.data(), mixtures(), batches(max_documents=20))
+def test_no_plan_that_divides_experts_is_below_the_bound(data, cost, lengths):
+    """EP groups whose ranks have unequal tokens, or none at all; layouts of their own in linear layers."""
+    lengths = np.minimum(lengths, max(map(cost.capacity, cost.policies)))
+    plan = data.draw(overlapping_plans(cost, lengths))
+    assert lower_bound(lengths, cost) <= cost.plan_ns(plan) == simulate(plan, cost).step_ns
+
+
+@settings(max_examples=12)
+@given(mixtures(), batches(max_documents=12, longest=20_000))
+def test_no_pipeline_that_divides_experts_is_below_its_bound(cost, lengths):
+    """With few documents some ranks of an EP group have none, and compute those of the others."""
+    if cost.sharding == "hybrid" or cost.ranks // 2 % cost.expert:
+        return
+    plan = make_plan("pipeline", lengths, cost, stages=2)
+    assert 0 < plan_bound(plan, cost) <= simulate(plan, cost).step_ns
+
+
+@given(mixtures(), st.integers(1, 60_000), st.data())
+def test_an_ep_group_takes_no_more_off_a_rank_than_the_bound_allows(cost, length, data):
+    """One document on one rank: its peers have none, and take over as much as they ever do."""
+    policy = data.draw(st.sampled_from(cost.policies))
+    group = cost.group(GroupShape(1, 1), (0,), (Span(0, 0, length),))
+    own, shared = cost.group_cost(group, policy).total_ns, shared_ns(cost, policy) * length
+    alone = round_times(cost, StageMicroBatch((group,), policy.checkpoint), policy).rank_ns[0]
+    assert own - shared - ROUNDED <= alone
+    many = expert_reads_less(cost, policy, length)
+    assert not many or own - shared < alone < own + ROUNDED
+
+
+def expert_reads_less(cost, policy, length):
+    """Whether so many tokens on one rank of an EP group are enough for products to take longer than reading weights."""
+    times = cost.engine.expert_times(policy)
+    return cost.expert > 1 and times.products * times.token_ns * length / cost.expert > times.weights_ns

@@ -58,16 +58,46 @@ def composed(cost, work, policy):
         parts = cost.group_cost(group, policy)
         for rank in group.ranks:
             own[rank].append((group, parts))
-    times = [0] * cost.ranks
+    times, size = [0] * cost.ranks, cost.expert
     for rank, entries in own.items():
-        lane0 = sum(p.linear + p.head + p.attention + p.steps + p.ulysses + p.kv_gather + p.expert for _, p in entries)
+        peers = [own.get(peer, []) for peer in range(rank // size * size, rank // size * size + size)]
+        routed, expert, far = (served(peers, own[rank], name, cost) for name in ("routed", "expert", "expert_network"))
+        lane0 = sum(p.linear + p.head + p.attention + p.steps + p.ulysses + p.kv_gather for _, p in entries)
+        lane0 += max(routed, routed + read_ns(cost, routed, policy)) + expert
         exposed = sum(max(0, p.ring - p.attention - p.steps) for _, p in entries)
         filler = sum(p.attention for group, p in entries if len(group.ranks) == 1)
         once = max(p.fixed for _, p in entries) + max(p.expert_latency for _, p in entries)
-        network = sum(p.network + p.expert_network for _, p in entries)
+        network = sum(p.network for _, p in entries) + far
         behind = max(p.gather for _, p in entries) + max(p.reduce for _, p in entries) + network
         times[rank] = max(once + lane0 + max(0, exposed - filler), behind)
     return times
+
+
+def served(peers, own, name, cost):
+    """ns of the experts of a rank: the mean of its EP group, or what it sends itself; `peers` has itself."""
+    every = [sum(getattr(parts, name) for _, parts in entries) for entries in peers]
+    if len(peers) == 1:
+        return every[0]
+    sent = 0 if name == "routed" else sum(getattr(parts, name) for _, parts in own) / cost.profile.expert_imbalance
+    return max(math.ceil(sent), -(-sum(every) // len(every)))
+
+
+def read_ns(cost, routed, policy):
+    """ns by which reading weights takes longer than the products, for experts that compute so long."""
+    model, compute = cost.model, cost.engine.compute
+    if not routed:
+        return 0
+    passes = 4 if policy.checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
+    layers, imbalance = len(model.moe_layers), cost.profile.expert_imbalance if cost.expert > 1 else 1
+    met = round(imbalance * layers * model.active_experts * 3 * model.hidden * model.expert_ffn)
+    products = passes * 2 * met / compute.matmul_tflops / 1e3
+    width = 3 * math.ceil(imbalance * model.active_experts * model.expert_ffn)
+    moves = passes * 2 * layers * (width + 2 * math.ceil(imbalance * 2 * model.active_experts * model.hidden))
+    tokens = routed / (products + moves / compute.memory_gb_s)
+    experts = layers * model.experts / cost.expert
+    one = passes * 2 * 3 * model.hidden * model.expert_ffn / compute.memory_gb_s
+    chosen = tokens * met / (3 * model.hidden * model.expert_ffn)
+    return round(max(0, min(chosen, experts) * one - products * tokens))
 
 
 @given(rounds())
@@ -80,7 +110,10 @@ def test_ranks_compose_their_groups(drawn):
     assert (sums == times.rank_ns).all() and (times.member_ns >= 0).all()
     alone = round_times(cost, replace(work, groups=work.groups[:1]), policy)
     total = cost.group_cost(work.groups[0], policy).total_ns
-    assert (alone.rank_ns[list(work.groups[0].ranks)] == total).all()
+    if cost.model.experts:  # those of a rank may wait for weights, those of an EP group have work for each other
+        total = max(composed(cost, replace(work, groups=work.groups[:1]), policy))
+    else:
+        assert (alone.rank_ns[list(work.groups[0].ranks)] == total).all()
     assert alone.nic_ns.max() <= total and alone.link_ns.max() <= total  # occupancy never binds one group
     assert alone.busy_ns[list(work.groups[0].ranks)].max() == total
 
@@ -101,9 +134,9 @@ def test_cards_carry_all_bytes_that_leave(drawn):
         message = links.ulysses_bytes(shape, work.checkpoint) / u * tokens
         expected += far * message / rate(cost, "all_to_all") if u > 1 else 0.0
         expected += shared_ns(cost, group, node, shape, work.checkpoint)
-        expected += dispatched_ns(cost, group, work.checkpoint)
+    expected += dispatched_ns(cost, work)
     found = int(round_times(cost, work, policy).nic_ns.sum())
-    rounding = sum(len(group.ranks) * (len(group.spans) + 1) for group in work.groups) * 8
+    rounding = sum(len(group.ranks) * (len(group.spans) + 1) for group in work.groups) * 8 + cost.ranks * cost.expert
     assert found == pytest.approx(expected, rel=1e-6, abs=rounding)
 
 
@@ -122,20 +155,26 @@ def shared_ns(cost, group, node, shape, checkpoint):
     return (2 * passes * copies + 4 * sum(map(len, peers))) * held / rate(cost, "collective")
 
 
-def dispatched_ns(cost, group, checkpoint):
-    """ns of tokens to experts of other nodes and back on nics, all nics together."""
-    model, total = cost.model, 0.0
-    if cost.expert == 1:
+def dispatched_ns(cost, work):
+    """ns of tokens to experts of other nodes and back on nics: what a rank sends, or what the busiest receives."""
+    model, size, node = cost.model, cost.expert, cost.cluster.gpus_per_node
+    if size == 1:
         return 0.0
-    others = math.comb(model.experts - model.experts // cost.expert, model.active_experts)
+    others = math.comb(model.experts - model.experts // size, model.active_experts)
     reached = 1 - others / math.comb(model.experts, model.active_experts)
-    moves = 6 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 4
-    for rank in group.ranks:
-        first, size = rank // cost.expert * cost.expert, cost.cluster.gpus_per_node
-        far = sum(peer // size != rank // size for peer in range(first, first + cost.expert))
-        values = far * reached * moves * len(model.moe_layers) * model.hidden * group.tokens / len(group.ranks)
-        total += cost.profile.expert_imbalance * 2 * values / rate(cost, "all_to_all")
-    return total
+    moves = 6 if work.checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 4
+    tokens = [0.0] * cost.ranks
+    for group in work.groups:
+        for rank in group.ranks:
+            tokens[rank] += group.tokens / len(group.ranks)
+    total = 0.0
+    for first in range(0, cost.ranks, size):
+        peers = range(first, first + size)
+        received = cost.profile.expert_imbalance * sum(tokens[peer] for peer in peers) / size
+        for rank in peers:
+            far = sum(peer // node != rank // node for peer in peers)
+            total += far * max(tokens[rank], received)
+    return 2 * total * reached * moves * len(model.moe_layers) * model.hidden / rate(cost, "all_to_all")
 
 
 def rate(cost, kind):
@@ -186,8 +225,12 @@ def test_a_linear_layout_moves_linear_work(drawn, data):
         moved = round_times(cost, replace(work, linear=linear, remap=remap), policy)
         held = np.bincount(linear.rank, linear.sizes, cost.ranks)
         if remap == Remap.ATTENTION:
-            rate = cost.engine.compute.linear(policy.checkpoint)
+            experts = cost.engine.expert_times(policy).token_ns
+            rate = cost.engine.compute.linear(policy.checkpoint) - experts
             assert part(moved, "linear").tolist() == np.rint(held * rate).tolist()
+            if cost.expert > 1:  # tokens for all experts: a mean that nothing but its EP group changes
+                mean = np.repeat((held * experts).reshape(-1, cost.expert).mean(axis=1), cost.expert)
+                assert (part(moved, "routed") >= np.floor(mean)).all()
         assert part(moved, "linear").sum() == pytest.approx(part(plain, "linear").sum(), rel=1e-6, abs=1000)
         assert (part(moved, "attention") == part(plain, "attention")).all()
         assert (part(moved, "remap").max() > 0) == (shift > 0)

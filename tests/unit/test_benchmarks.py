@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,38 @@ def test_kernels_of_a_step_by_what_they_are_for():
     assert [each for each in found.values() if each] == [2, 10, 1, 1, 0.5, 3, 17]
     assert (found["matrix products"], found["attention"], found["loss"], found[OTHERS]) == (10, 2, 1, 0.5)
     assert (found[IDLE], found["whole step"]) == (3, 17)
+
+
+def test_rows_of_experts_add_up_and_a_rate_is_compared_with_the_fastest_side():
+    from seqloom.describe import ModelSpec
+
+    spec = ModelSpec.load("qwen3-30b-a3b")
+    experts, sides = importlib.import_module("gpu_experts"), importlib.import_module("experts_sides")
+    even, skewed = (sides.drawn_ends(spec, 512, skew, 0) for skew in experts.SKEWS)
+    assert len(even) == spec.experts and int(even[-1]) == int(skewed[-1]) == 512 * spec.active_experts
+    assert 1 < sides.busiest(even) < sides.busiest(skewed)
+    found = experts.compare({"own": [4.0, 2.0, 2.0], "a": [1.0, 1.0, 1.0], "b": [2.0, 0.5, 2.0]}, 8e12)
+    assert found == {"tflops": {"own": 4.0, "a": 8.0, "b": 4.0}, "ratio": 0.25}
+
+
+@pytest.mark.slow
+def test_sides_of_experts_have_the_same_flops_and_are_timed(tmp_path):
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from seqloom.describe import ModelSpec
+
+    sides = importlib.import_module("experts_sides")
+    spec = replace(ModelSpec.load("qwen3-30b-a3b"), hidden=64, experts=8, active_experts=2, expert_ffn=32)
+    counted = {}
+    for name, side in sides.products(spec, 96, 0.0, torch.device("cpu"), 0)[0].items():
+        with FlopCounterMode(display=False) as flops:
+            side()
+        counted[name] = flops.get_total_flops()
+    wanted = 6 * 96 * spec.expert_parameters(spec.active_experts)
+    assert counted["dense, the same rows"] == counted["dense, a row per token"] == wanted
+    out = tmp_path / "result.json"
+    importlib.import_module("gpu_experts").main(["--quick", "--turns", "1", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert [check["target"] for check in result["targets"]] == [0.9, 0.9]
+    assert [run["part"] for run in result["figures"]["runs"]] == ["products", "products", "layers"]

@@ -120,7 +120,7 @@ def plan(
         _draw_plan(console, cost, workload, evaluation, view)
         if explain:
             _draw_explanation(console, cost, evaluation)
-        _print_end(planner, evaluation, out, cost.profile.name)
+        _print_end(planner, evaluation, out, cost)
 
     _save_views(picture, trace, cost, evaluation, *workload.notes())
     shared.save_report(html, cost, {planner: evaluation}, *workload.notes())
@@ -234,6 +234,8 @@ def _draw_simulation(console: Console, cost: CostModel, evaluation: Evaluation) 
     console.print(plan_table(evaluation.plan, evaluation.simulation))
     console.print(Gantt(evaluation.simulation))
     shared.print_lines(console, "", shared.evaluation_line(evaluation))
+    if line := shared.experts_line(cost, evaluation):
+        shared.print_lines(console, line)
 
 
 def _draw_explanation(console: Console, cost: CostModel, evaluation: Evaluation) -> None:
@@ -246,14 +248,16 @@ def _draw_explanation(console: Console, cost: CostModel, evaluation: Evaluation)
         console.print(line)
 
 
-def _print_end(planner: str, evaluation: Evaluation, out: Path | None, profile: str) -> None:
+def _print_end(planner: str, evaluation: Evaluation, out: Path | None, cost: CostModel) -> None:
     from seqloom.planners.registry import verdicts
     from seqloom.view.format import duration
 
     typer.echo(shared.evaluation_line(evaluation))
+    if line := shared.experts_line(cost, evaluation):
+        typer.echo(line)
     chosen = "" if planner == evaluation.plan.planner else f" (chose {evaluation.plan.planner})"
     typer.echo(f"planner {planner}{chosen}, {duration(evaluation.planning_ns or 0)} to plan")
-    for name, line in verdicts([planner], profile).items():
+    for name, line in verdicts([planner], cost.profile.name).items():
         typer.echo(f"{name}: {line}")
     if out is not None:
         typer.echo(f"wrote {out}")

@@ -378,6 +378,19 @@ def evaluation_line(evaluation: Evaluation) -> str:
     return f"{line}; {memory}; hash {evaluation.plan.hash[:12]}"
 
 
+def experts_line(cost: CostModel, evaluation: Evaluation) -> str:
+    """Return how many experts of a layer a GPU has, and their share of the step, in one line; "" without experts."""
+    from seqloom.api import expert_degree
+
+    if evaluation.experts is None:
+        return ""
+    degree, count = expert_degree(evaluation.plan), cost.model.experts
+    compute, exchange = (f"{100 * share:.1f} %" for share in evaluation.experts)
+    moved = f", dispatch and combine {exchange}" if degree > 1 else ""
+    held = f"expert degree {degree}, {count // degree} of {count} experts of a layer on each GPU"
+    return f"{held}: they compute for {compute} of the step{moved}"
+
+
 def save_report(path: Path | None, cost: CostModel, row: dict[str, Evaluation], *notes: str) -> None:
     """Write the report of a batch under one or several planners, if a file is named."""
     if path is None:

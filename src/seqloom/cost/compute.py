@@ -38,6 +38,19 @@ class LayerValues(NamedTuple):
     touched: int  # that elementwise work reads or writes in a forward
 
 
+class ExpertTimes(NamedTuple):
+    """What the experts of all layers take that routers choose, forward and backward.
+
+    Their weights are read from memory beside the products; with few tokens for each, that takes longer.
+    """
+
+    token_ns: float  # per token of a rank, times the imbalance
+    products: float  # share of that which is matrix products
+    reading: float  # time to read an expert's weights for every choice of a token, over `token_ns`
+    weights_ns: float  # per round, to read the weights of every expert that a rank has once
+    imbalance: float  # tokens at the busiest rank of an EP group over the mean
+
+
 @lru_cache(maxsize=64)
 def layer_values(model: ModelSpec, tensor: int = 1, imbalance: float = 1.0) -> tuple[LayerValues, ...]:
     """One entry per layer: attention or mixer, and feed-forward, with their norms and residuals.
@@ -72,11 +85,17 @@ def feed_forward_values(model: ModelSpec, imbalance: float = 1.0) -> tuple[Layer
     and back.
     """
     matrices, experts = 3 if model.gated else 2, frozenset(model.moe_layers)
-    width = matrices * (math.ceil(imbalance * model.active_experts * model.expert_ffn) + model.shared_ffn)
-    copies = math.ceil(imbalance * 2 * model.active_experts * model.hidden)
     dense = LayerValues(matrices * model.ffn, matrices * model.ffn)
-    sparse = LayerValues(width + copies, width + 2 * copies)
+    routed, shared = routed_values(model, imbalance), matrices * model.shared_ffn
+    sparse = LayerValues(routed.saved + shared, routed.touched + shared)
     return tuple(sparse if layer in experts else dense for layer in range(model.layers))
+
+
+def routed_values(model: ModelSpec, imbalance: float = 1.0) -> LayerValues:
+    """The experts that a router chooses for a token, in one layer, with the copies before and after them."""
+    width = (3 if model.gated else 2) * math.ceil(imbalance * model.active_experts * model.expert_ffn)
+    copies = math.ceil(imbalance * 2 * model.active_experts * model.hidden)
+    return LayerValues(width + copies, width + 2 * copies)
 
 
 def attention_widths(model: ModelSpec) -> tuple[int, int]:
@@ -200,6 +219,18 @@ class Compute:
         parameters = self._matmul_parameters - self.model.mixing_parameters
         return self._layers_ns(parameters, feed_forward_values(self.model, self.imbalance), checkpoint)
 
+    def experts(self, checkpoint: Checkpoint, parts: int) -> ExpertTimes:
+        """What of `linear` routed experts take, and reading the weights of one of so many parts of all experts."""
+        model, layers = self.model, len(self.model.moe_layers)
+        if not layers:
+            return ExpertTimes(0.0, 0.0, 0.0, 0.0, 1.0)
+        passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
+        met, values = self._routed_parameters, (routed_values(model, self.imbalance),) * layers
+        token_ns, products = self._layers_ns(met, values, checkpoint), self._layers_ns(met, (), checkpoint)
+        read_ns = passes * 2 / self.memory_gb_s  # of a weight, or to write its gradient
+        every = layers * model.expert_parameters(model.experts) / parts
+        return ExpertTimes(token_ns, products / token_ns, read_ns * met / token_ns, read_ns * every, self.imbalance)
+
     def _layers_ns(self, parameters: int, values: tuple[LayerValues, ...], checkpoint: Checkpoint) -> float:
         """ns per token: a forward is 2 FLOPs per parameter met and moves bf16 values at memory speed, backward twice.
 
@@ -222,8 +253,14 @@ class Compute:
     def _matmul_parameters(self) -> int:
         """Weights of the layers that a token is multiplied with; of experts, as often as on the busiest rank."""
         model = self.model
-        routed = len(model.moe_layers) * model.expert_parameters(model.active_experts)
-        return model.matmul_parameters - model.head_parameters + round((self.imbalance - 1) * routed)
+        own = len(model.moe_layers) * model.expert_parameters(model.active_experts)
+        return model.matmul_parameters - model.head_parameters - own + self._routed_parameters
+
+    @property
+    def _routed_parameters(self) -> int:
+        """Weights of experts that a token is multiplied with, as often as on the busiest rank."""
+        own = len(self.model.moe_layers) * self.model.expert_parameters(self.model.active_experts)
+        return own + round((self.imbalance - 1) * own)
 
     @property
     def matmul_share(self) -> float:

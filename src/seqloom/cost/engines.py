@@ -29,7 +29,7 @@ from seqloom.cost.communication import (
     passes,
     tensor_gathers,
 )
-from seqloom.cost.compute import OPTIMISER_TRAFFIC, Compute
+from seqloom.cost.compute import OPTIMISER_TRAFFIC, Compute, ExpertTimes
 from seqloom.cost.memory import (
     GIB,
     GRADIENT_BYTES,
@@ -90,6 +90,10 @@ class CostEngine(ABC):
     def scan_token_ns(self, policy: MemoryPolicy) -> float:
         """ns per token of a rank, of the part ``linear``, that stays where attention has the token: scans."""
         return 0.0
+
+    def expert_times(self, policy: MemoryPolicy) -> ExpertTimes | None:
+        """What routed experts take on a rank, of which the part ``routed`` is only the tokens; None: the same."""
+        return None
 
     def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns that so many tokens in front of a piece cost, beyond the query-key pairs that it reads."""
@@ -209,10 +213,11 @@ class AnalyticEngine(CostEngine):
         sums = self.compute.tensor_sums(self.tensor, tensor_gathers(policy.checkpoint))
         rates = self.prefix_token_ns(shape, policy, traffic)
         rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
-        experts = self.links.expert(self.expert, policy.checkpoint)
+        experts, routed = self.links.expert(self.expert, policy.checkpoint), self.expert_times(policy).token_ns
         return rates | {
-            "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree
+            "linear": (self.compute.linear(policy.checkpoint) - routed + sums) / shape.degree
             + self.compute.scan(shape, policy.checkpoint),
+            "routed": routed / shape.degree,
             "head": self.compute.head() / shape.degree,
             "ulysses": ulysses.time + mixers.time,
             "network": ulysses.network + kv.network + tensor.network + mixers.network,
@@ -230,6 +235,10 @@ class AnalyticEngine(CostEngine):
         time, network, link = self.links.halo(shape, *seen) + self.links.states(shape, *seen)
         joined = self.compute.joined_states(shape, policy.checkpoint)
         return {"ulysses": time, "network": network, "link": link, "linear": joined}
+
+    def expert_times(self, policy: MemoryPolicy) -> ExpertTimes:
+        """Of a rank with its part of the experts, or with its part of each."""
+        return self.compute.experts(policy.checkpoint, self.expert * self.tensor)
 
     def scan_token_ns(self, policy: MemoryPolicy) -> float:
         """On one rank."""
@@ -259,12 +268,13 @@ class AnalyticEngine(CostEngine):
 
     def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """Around attention all linear layers move, around the feed-forward only these; scans stay."""
-        linear, head = self.compute.linear(policy.checkpoint), self.compute.head()
+        routed, head = self.expert_times(policy).token_ns, self.compute.head()
+        linear = self.compute.linear(policy.checkpoint) - routed
         scan, experts = self.scan_token_ns(policy), self.links.expert(self.expert, policy.checkpoint)
-        moves = {"expert": (experts.time, 0.0), "expert_network": (experts.network, 0.0)}
+        moves = {"routed": (routed, 0.0), "expert": (experts.time, 0.0), "expert_network": (experts.network, 0.0)}
         if remap == Remap.ATTENTION:
             return moves | {"linear": (linear, scan), "head": (head, 0.0)}
-        moved = self.compute.feed_forward(policy.checkpoint)
+        moved = self.compute.feed_forward(policy.checkpoint) - routed
         return moves | {"linear": (moved, linear - moved + scan), "head": (0.0, head)}
 
     def attention_ns(self, lengths: np.ndarray, shapes: Sequence[GroupShape], policy: MemoryPolicy) -> np.ndarray:

@@ -19,6 +19,7 @@ COMPUTING = columns(name for name in STREAMS[0] if name not in EXCHANGES)
 _UNITS = 1260  # divisible by 2, 3, 4, 5, 7 and 9: shares are integers
 _SHARES = {  # forward of forward and backward, under checkpoint none, selective, full: recomputing is backward
     "linear": (1 / 3, 1 / 4, 1 / 4),  # backward is twice forward
+    "routed": (1 / 3, 1 / 4, 1 / 4),
     "head": (1 / 3, 1 / 3, 1 / 3),  # never recomputed
     "attention": (2 / 7, 2 / 7, 2 / 9),  # backward is 2.5 times forward
     "steps": (1 / 2, 1 / 2, 1 / 3),
@@ -77,8 +78,8 @@ def weights_ns(parts: np.ndarray, forward: np.ndarray | Sequence[int], matmul_sh
 
     The head's are not among them: its chunks of logits are gone after the input half.
     """
-    linear = COST_COLUMNS.index("linear")
-    products = parts[:, linear] * forward[linear] // _UNITS
+    linear, routed = columns(("linear", "routed"))
+    products = (parts[:, linear] + parts[:, routed]) * forward[linear] // _UNITS
     return products * round(matmul_share * (1 << 16)) >> 16
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 
 ONCE = ("fixed", "gather", "reduce", "expert_latency")
 """Parts that a rank has once in a round."""
-BY_LINEAR_LAYOUT = ("linear", "head", "remap", "expert", "expert_network")
+BY_LINEAR_LAYOUT = ("linear", "head", "remap", "routed", "expert", "expert_network")
 """Parts that follow the linear layout where a round has one, not the groups."""
+BY_EP_GROUP = ("routed", "expert", "expert_network")
+"""Parts that follow the tokens of all ranks of an EP group."""
 
 
 # -- a round --------------------------------------------------------------------
@@ -114,6 +116,10 @@ def round_times(
         table, by_layout = scale_to_layers(layers, table), scale_to_layers(layers, by_layout)
         nics, links = (taken * (layers.stop - layers.first) // layers.model_layers for taken in (nics, links))
     parts = rank_costs(table, rank, group, cost.ranks) + by_layout
+    parts = expert_costs(cost, parts, policy, layers, work.lighter_layers)
+    if cost.expert > 1:  # those of a rank, for its first member
+        table = table.copy()
+        table[:, columns(BY_EP_GROUP)] = 0
     rank_ns, member_ns = rank_times(parts, table, rank, group, degrees == 1)
     nics = nics + _expert_nic_ns(cost, parts)
     links = links + parts[:, COST_COLUMNS.index("link")]
@@ -214,6 +220,39 @@ def sums_before(rank: np.ndarray, values: np.ndarray) -> np.ndarray:
     before = np.empty_like(sums)
     before[order] = sums - np.repeat(sums[first], np.diff(np.append(first, len(rank))))
     return before
+
+
+def expert_costs(
+    cost: CostModel, parts: np.ndarray, policy: MemoryPolicy, layers: LayerRange | None, lighter_layers: int = 0
+) -> np.ndarray:
+    """Costs of ranks, int64[ranks, len(COST_COLUMNS)], whose experts get the tokens of all ranks of their EP group.
+
+    `parts` charges every rank for its own tokens as if it had the mean of its EP group. The busiest rank computes the
+    mean times the imbalance, and exchanges what it sends or what it receives, whichever is more. Where that is few
+    tokens for each expert, reading the weights takes longer than the products.
+    """
+    routed, *exchanges = columns(BY_EP_GROUP)
+    times = cost.engine.expert_times(policy)
+    if times is None or not parts[:, routed].any():
+        return parts
+    parts, size = parts.copy(), cost.expert
+    if size > 1:
+        own = parts[:, [routed, *exchanges]].reshape(-1, size, 3)
+        parts[:, [routed, *exchanges]] = np.repeat(-(-own.sum(axis=1) // size), size, axis=0)
+        sent = np.ceil(own[:, :, 1:] / times.imbalance).astype(np.int64).reshape(-1, 2)
+        parts[:, exchanges] = np.maximum(parts[:, exchanges], sent)
+    every = times.weights_ns
+    if lighter_layers:
+        count = cost.model.layers if layers is None else layers.stop - layers.first
+        light = cost.engine.expert_times(_lighter(policy))
+        assert light is not None
+        every -= (every - light.weights_ns) * lighter_layers / count
+    if layers is not None:
+        every *= (layers.stop - layers.first) / layers.model_layers
+    served = parts[:, routed]
+    reading = np.minimum(times.reading * served, every)
+    parts[:, routed] += np.rint(np.maximum(reading - times.products * served, 0)).astype(np.int64)
+    return parts
 
 
 def _linear_layout_costs(
@@ -356,6 +395,28 @@ def round_components(
 
 
 # -- plans ----------------------------------------------------------------------
+
+
+class ExpertShares(NamedTuple):
+    """What experts take of a step, as shares of the time of all ranks."""
+
+    compute: float  # experts that the router chose, on the ranks that have them
+    exchange: float  # dispatch and combine: tokens to the experts and back
+
+
+def expert_shares(cost: CostModel, plan: Plan, step_ns: int) -> ExpertShares:
+    """Shares of experts in a step of so many ns; of ranks without tokens in a round, those of their EP group too."""
+    compute = exchange = 0
+    for pipeline in plan.pipelines:
+        resident = len(pipeline.stages) > 1 or bool(unshard_times_by_stage(cost, pipeline))
+        for current in pipeline.rounds if cost.model.experts else ():
+            for stage, layers, work in zip(pipeline.stages, pipeline.layer_ranges, current.by_stage, strict=True):
+                policy = MemoryPolicy(work.checkpoint, plan.reduce, resident)
+                parts = round_times(cost.for_stage(stage), work, policy, layers).parts
+                compute += int(parts[:, columns(("routed",))].sum())
+                exchange += int(parts[:, columns(("expert", "expert_latency"))].sum())
+    every = max(1, step_ns) * cost.ranks
+    return ExpertShares(compute / every, exchange / every)
 
 
 def plan_ns(cost: CostModel, plan: Plan) -> int:

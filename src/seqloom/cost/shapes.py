@@ -81,9 +81,9 @@ class MemoryPolicy(NamedTuple):
 STREAMS: tuple[tuple[str, ...], ...] = (
     (
         *("linear", "head", "attention", "steps", "ulysses", "kv_gather", "remap", "fixed", "tensor"),
-        *("expert", "expert_latency"),
+        *("routed", "expert", "expert_latency"),
     ),
-    ("linear", "head", "ring", "ulysses", "remap", "fixed", "tensor", "expert", "expert_latency"),
+    ("linear", "head", "ring", "ulysses", "remap", "fixed", "tensor", "routed", "expert", "expert_latency"),
     ("gather", "reduce", "network", "expert_network"),
 )
 """Which parts of a `CostBreakdown` follow each other on which stream: compute, ring communication (a ring's messages in
@@ -96,7 +96,7 @@ class CostBreakdown(NamedTuple):
     A group shares keys and values by ``ring`` (with ``steps``) or by ``kv_gather``; the other is 0.
     """
 
-    linear: int = 0  # matrix products and elementwise work of the layers, with recomputation
+    linear: int = 0  # matrix products and elementwise work of the layers but for experts, with recomputation
     head: int = 0  # vocabulary projection and loss
     attention: int = 0  # attention kernels, with recomputation
     steps: int = 0  # launching and merging the kernels of a ring's further steps
@@ -113,6 +113,7 @@ class CostBreakdown(NamedTuple):
     expert: int = 0  # tokens to the experts of an EP group and back, exposed
     expert_latency: int = 0  # of these exchanges, once in a round, however many groups a rank is in
     expert_network: int = 0  # how long a rank's own tokens for experts of other nodes occupy its NIC
+    routed: int = 0  # experts that the router chose for the group's tokens, on the rank that has the tokens
 
     @property
     def stream_ns(self) -> tuple[int, int, int]:

@@ -79,16 +79,25 @@ def test_float8_is_priced_and_named(run, refused):
 
 def test_the_expert_degree_is_chosen_or_given_and_named(run, refused):
     mixture = "--cluster 1x8xH200 --model qwen3-30b-a3b"
-    line = f"plan --lengths lengths.txt {mixture} --planner static"
-    given = {degree: run(f"{line} --expert {degree} --out plan{degree}.json --json").json for degree in (1, 2, 4, 8)}
+    wanted = f"plan --lengths lengths.txt {mixture} --planner static"
+    given = {degree: run(f"{wanted} --expert {degree} --out plan{degree}.json --json").json for degree in (1, 2, 4, 8)}
     assert all(report["expert"] == degree for degree, report in given.items())
     fastest = min(given.values(), key=lambda report: report["step_ms"])
-    chosen = run(f"{line} --json").json
+    chosen = run(f"{wanted} --json").json
     assert (chosen["expert"], chosen["step_ms"]) == (fastest["expert"], fastest["step_ms"])
     assert run(f"simulate plan4.json {mixture} --json").json["step_ms"] == given[4]["step_ms"]
-    said = run(f"{line} --expert 4").out
+    said = run(f"{wanted} --expert 4").out
+    share = given[4]["expert_share"]
+    assert 0 < share["compute"] < 1 and 0 < share["exchange"] < 1 and given[1]["expert_share"]["exchange"] == 0
+    compute, exchange = (f"{100 * share[name]:.1f} % " for name in ("compute", "exchange"))
+    line = f"32 of 128 experts of a layer on each GPU: they compute for {compute}of the step, dispatch and combine "
+    assert line + exchange.strip() in " ".join(said.split())
+    assert run(f"simulate plan4.json {mixture} --json").json["expert_share"] == share
+    assert run(f"{PLAN} --json").json["expert_share"] is None and "expert degree" not in run(PLAN).out
     assert "expert degree 4" in said and "no plan with expert degree 4 can beat" in " ".join(said.split())
-    assert "use 2 or 4" in refused(f"{line} --expert 3") and "1, 2, 4, ... or auto" in refused(f"{line} --expert no")
+    assert "use 2 or 4" in refused(f"{wanted} --expert 3") and "1, 2, 4, ... or auto" in refused(
+        f"{wanted} --expert no"
+    )
     assert "no experts; use 1" in refused(f"{PLAN} --expert 2")
     compared = run(f"compare --lengths lengths.txt {mixture} --planners static,adaptive --batch-size 6 --json").json
     assert compared["expert"] == "auto"

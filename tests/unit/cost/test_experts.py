@@ -7,10 +7,13 @@ from math import comb
 import pytest
 
 from seqloom.cost import CostModel, MemoryPolicy, Profile
+from seqloom.cost.plan_cost import expert_shares, round_times
+from seqloom.cost.shapes import COST_COLUMNS
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
+from seqloom.plan import Checkpoint, Group, LayerRange, Reduce, StageMicroBatch
+from seqloom.planners.problem import build_plan
 
 SPEC = ModelSpec(
     **{"name": "small", "layers": 6, "hidden": 1024, "heads": 8, "kv_heads": 4, "head_dim": 128, "ffn": 4096},
@@ -48,7 +51,7 @@ def test_a_token_goes_once_to_every_rank_with_some_of_its_experts(expert, policy
     latency = 5 * (8 if policy is FULL else 5) * each * 1e3
     assert found.expert_latency == empty.expert_latency == pytest.approx(latency, abs=1)
     assert empty.expert == empty.expert_network == 0
-    assert found.total_ns >= found.expert + found.expert_latency + found.linear
+    assert found.total_ns >= found.expert + found.expert_latency + found.linear + found.routed
 
 
 def test_the_busiest_rank_computes_more_pairs():
@@ -58,14 +61,57 @@ def test_the_busiest_rank_computes_more_pairs():
         parts(CostModel(Cluster.parse("2x4xH200"), SPEC, even, expert=4)),
         parts(cost_of(4)),
     )
-    assert plain.linear == level.linear and plain.expert == plain.expert_latency == plain.expert_network == 0
+    assert (
+        plain.linear == level.linear == uneven.linear
+        and plain.routed == level.routed
+        and plain.expert == plain.expert_latency == plain.expert_network == 0
+    )
     compute = cost_of().engine.compute
     routed = 5 * 4 * 3 * 1024 * 512  # weights of the experts of a token
     products = 3 * 2 * 0.2 * routed / (compute.matmul_tflops * 1e3)
     touched = 5 * (0.2 * 4 * (3 * 512 + 2 * 2 * 1024))
     moves = 3 * 2 * touched / compute.memory_gb_s
-    assert uneven.linear - level.linear == pytest.approx(10_000 * (products + moves), rel=1e-3)
+    assert uneven.routed - level.routed == pytest.approx(10_000 * (products + moves), rel=1e-3)
     assert uneven.expert == pytest.approx(1.2 * level.expert, abs=1)
+
+
+def work_of(tokens, checkpoint=Checkpoint.NONE):
+    """A round in which rank k has a document of as many tokens as tokens[k] says."""
+    documents = [Span(k, 0, count) for k, count in enumerate(tokens)]
+    groups = [Group((k,), 1, 1, (document,)) for k, document in enumerate(documents) if document.stop]
+    return StageMicroBatch(tuple(groups), checkpoint)
+
+
+def columns_of(cost, tokens, *names):
+    times = round_times(cost, work_of(tokens), NONE)
+    return [times.parts[:, COST_COLUMNS.index(name)].tolist() for name in names]
+
+
+def test_ranks_of_an_ep_group_share_its_work_and_send_no_less_than_their_own():
+    """Ranks 0 to 3 divide the experts, and only ranks 0 and 1 have tokens; 4 to 7 have as many each."""
+    tokens, cost = (60_000, 20_000, 0, 0, 20_000, 20_000, 20_000, 20_000), cost_of(4)
+    routed, exchange = columns_of(cost, tokens, "routed", "expert")
+    even, sent = columns_of(cost, (20_000,) * 8, "routed", "expert")
+    assert routed == pytest.approx(even, abs=2) and routed[:4] == [routed[0]] * 4
+    received = sent[0]  # of 20,000 tokens on average, 1.2 times as many
+    assert exchange == pytest.approx([received * 3 / 1.2] + [received] * 7, abs=2)
+    plain = columns_of(cost_of(1), tokens, "routed")[0]
+    assert plain == pytest.approx([even[0] / 1.2 * count / 20_000 for count in tokens], rel=1e-3)
+    busy = [round_times(cost_of(each), work_of(tokens), NONE).rank_ns[0] for each in (1, 4)]
+    assert busy[1] < busy[0]  # two thirds of its pairs are computed elsewhere
+
+
+def test_few_tokens_wait_for_the_weights_of_their_experts():
+    """With 64 tokens on a rank each of 32 experts has 8 pairs: reading weights is what takes time."""
+    for degree in (1, 4):
+        cost = cost_of(degree)
+        few, many = (columns_of(cost, (count,) * 8, "routed")[0][0] for count in (64, 40_000))
+        weights = 3 * 2 * EXPERTS / degree / cost.engine.compute.memory_gb_s
+        moves = few - weights
+        assert 0 < moves < 0.2 * weights  # elementwise work
+        assert many == pytest.approx(40_000 * cost.engine.expert_times(NONE).token_ns, abs=1)
+    one = columns_of(cost_of(1), (1,) + (0,) * 7, "routed")[0][0]  # its 4 experts, and no other
+    assert one == pytest.approx(3 * 2 * EXPERTS * 4 / 32 / cost_of(1).engine.compute.memory_gb_s, rel=0.1)
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
@@ -154,3 +200,15 @@ def test_profiles_say_no_less_than_the_mean(tmp_path):
     profile.write_text(profile.read_text().replace('"expert_imbalance": 1.5', '"expert_imbalance": 0.9'))
     with pytest.raises(SeqloomError, match="the busiest rank has no less than the mean"):
         Profile.load(profile)
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_shares_of_a_step_are_those_of_its_tokens(degree):
+    """Eight ranks with 20,000 tokens each: what experts compute follows from the tokens alone, whoever has them."""
+    cost = cost_of(degree)
+    plan = build_plan(cost, [20_000] * 8, [work_of((20_000,) * 8)], Reduce.STEP, "static")
+    found = expert_shares(cost, plan, step := cost.plan_ns(plan))
+    assert found.compute == pytest.approx(20_000 * cost.engine.expert_times(NONE).token_ns / step, rel=1e-6)
+    links = cost.engine.links
+    moved = 20_000 * links.expert(degree, Checkpoint.NONE).time + links.expert_latency(degree, Checkpoint.NONE)
+    assert found.exchange == pytest.approx(moved / step, rel=1e-6) and (moved > 0) == (degree > 1)

@@ -50,7 +50,7 @@ class DegreePrices:
     round_fixed: np.ndarray  # float64[L]: what a round costs a rank before any group
     movable: np.ndarray  # float64[D, n]: of streams 0 and 1, what other ranks of the shard group may take over
     solo_ns: np.ndarray  # float64[D, n]: least time of a round with this document; NEVER where memory does not hold it
-    linear: float  # Least time of a token outside attention, on the rank that has it in the linear layout
+    linear: float  # Least time of a token outside attention, on the rank that has it in the linear layout, there
     tokens: np.ndarray  # float64[n]
     capacity: float
     overlaps: bool  # Whether some shape hides ring messages behind attention
@@ -70,7 +70,7 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
     """Price documents of so many tokens, float64[n], in every shape, and keep the best of every degree."""
     rates = shape_rates(cost, policy)
     single = cost.engine.token_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())  # one TP group, no exchanges
-    everywhere = single.get("head", 0.0) + single.get("expert", 0.0)
+    everywhere = sum(single.get(name, 0.0) for name in ("head", "routed", "expert"))
     linear = (single["linear"] - cost.engine.scan_token_ns(policy) + everywhere) * cost.tensor
     round_fixed = _round_fixed(cost, policy)
     attention = cost.engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
@@ -102,7 +102,7 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
         round_fixed=round_fixed,
         movable=movable,
         solo_ns=solo_ns,
-        linear=linear,
+        linear=linear - shared_ns(cost, policy),
         tokens=tokens,
         capacity=float(capacity),
         overlaps=any(rate.shape.overlaps_kv for rate in rates),
@@ -282,15 +282,29 @@ def _traffic_over_nodes(shape: GroupShape, blocks: int, nodes: int, nics: int, t
     )
 
 
-def movable_ns(cost: CostModel, policy: MemoryPolicy) -> float:
-    """ns of a token's linear time that a second layout can take off its rank at best; its transfer stays with it.
+def shared_ns(cost: CostModel, policy: MemoryPolicy) -> float:
+    """ns of a token's experts that its EP group takes off its rank at best.
 
-    0 where nothing can move: shard groups of one rank, and profiles that have no price for it.
+    All ranks of the group compute its mean. A rank sends its own tokens in any case, but for those that it has fewer of
+    than the mean, as many as it receives.
+    """
+    times = cost.engine.expert_times(policy)
+    if times is None or cost.expert == 1:
+        return 0.0
+    exchange, _ = cost.engine.layout_token_ns(policy, Remap.ATTENTION)["expert"]
+    return times.token_ns + exchange * (1 - 1 / times.imbalance)
+
+
+def movable_ns(cost: CostModel, policy: MemoryPolicy) -> float:
+    """ns of a token's linear time that other ranks can take over at best: its EP group, or those of a second layout.
+
+    With a second layout its transfer stays with its rank. 0 where nothing can move: shard groups of one rank, and
+    profiles that have no price for it.
     """
     links = cost.engine.links
     if cost.shard_group_size == 1 or cost.tensor > 1 or links is None:
         return 0.0
-    most = 0.0
+    most = shared_ns(cost, policy)
     for remap in Remap:
         rates = cost.engine.layout_token_ns(policy, remap)
         moved = sum(linear for name, (linear, _) in rates.items() if name in STREAMS[0])

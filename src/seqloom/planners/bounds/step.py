@@ -42,7 +42,14 @@ from seqloom.cost.plan_cost import step_overhead
 from seqloom.cost.resharding import reshard_times, unshard_times_by_stage
 from seqloom.cost.shapes import STREAMS
 from seqloom.plan import Pipeline, Plan, Reduce
-from seqloom.planners.bounds.prices import ROUNDED, DegreePrices, price_documents, price_mixes, shape_rates
+from seqloom.planners.bounds.prices import (
+    ROUNDED,
+    DegreePrices,
+    price_documents,
+    price_mixes,
+    shape_rates,
+    shared_ns,
+)
 from seqloom.planners.loops import NEVER
 from seqloom.planners.problem import fitting_problems
 
@@ -529,12 +536,13 @@ class ShapePrices(NamedTuple):
     degree: np.ndarray  # int64[S]
     layers: np.ndarray  # float64[S, n]
     head: np.ndarray  # float64[S, n]
+    shared: np.ndarray  # float64[S, n]: of the layers, what other ranks of an EP group may take over
 
     def least(self, share: float, head: bool, ranks: int) -> tuple[np.ndarray, np.ndarray]:
         """(float64[n] rank-ns, float64[n] ns): least work and time on so many ranks of this share of the layers."""
         fits = self.degree <= ranks
         time = share * self.layers[fits] + (self.head[fits] if head else 0.0)
-        return (self.degree[fits, None] * time).min(axis=0), time.min(axis=0)
+        return (self.degree[fits, None] * time).min(axis=0), (time - share * self.shared[fits]).min(axis=0)
 
 
 def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
@@ -597,7 +605,8 @@ def _aligned_prices(lengths: np.ndarray, cost: CostModel) -> ShapePrices:
     zero = np.zeros((len(shapes), len(lengths)))
     layers = sum((values for name, values in parts.items() if name in STREAMS[0] and name != "head"), zero)
     degree = np.array([shape.degree for shape in shapes], dtype=np.int64)
-    return ShapePrices(degree, layers.astype(np.float64), parts.get("head", zero).astype(np.float64))
+    shared = shared_ns(cost, _fastest_policy(cost)) * cost.padded_lengths(lengths) / degree[:, None]
+    return ShapePrices(degree, layers.astype(np.float64), parts.get("head", zero).astype(np.float64), shared)
 
 
 @lru_cache(maxsize=16)
@@ -614,4 +623,6 @@ def _shape_prices(cost: CostModel, lengths: tuple[int, ...]) -> ShapePrices:
         head.append(np.maximum(head_ns * tokens - 1.0, 0.0))
         own = (token_ns[0] - head_ns) * tokens + document_ns[0] + computing
         layers.append(np.maximum(own - ROUNDED, 0.0))
-    return ShapePrices(np.array(degree), np.stack(layers), np.stack(head))
+    degrees = np.array(degree)
+    shared = shared_ns(cost, policy) * tokens / degrees[:, None]
+    return ShapePrices(degrees, np.stack(layers), np.stack(head), shared)

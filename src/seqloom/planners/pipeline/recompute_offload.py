@@ -24,7 +24,7 @@ from seqloom.cost.forward_backward import (
     share_between,
 )
 from seqloom.cost.memory import pp_rank_bytes
-from seqloom.cost.plan_cost import COST_COLUMNS, rank_costs, rank_times, scale_to_layers
+from seqloom.cost.plan_cost import COST_COLUMNS, expert_costs, rank_costs, rank_times, scale_to_layers
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.pipeline.long_sequences import StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches
@@ -125,7 +125,8 @@ class MicroBatchCosts:
         degrees = np.array([len(group.ranks) for group in self._groups])
         group = np.repeat(np.arange(len(degrees)), degrees)
         rank = np.concatenate([np.array(group.ranks) for group in self._groups]) + width * self._owner[group]
-        parts = rank_costs(table, rank, group, width * count)
+        policed = MemoryPolicy(policy.checkpoint, Reduce.STEP, resident=True)
+        parts = expert_costs(self.cost, rank_costs(table, rank, group, width * count), policed, layers)
         rank_ns, _ = rank_times(parts, table, rank, group, degrees == 1)
         slowest = rank_ns.reshape(count, width).argmax(axis=1) + width * np.arange(count)
         length = np.maximum(rank_ns[slowest], parts[:, COST_COLUMNS.index("link")].reshape(count, width).max(axis=1))

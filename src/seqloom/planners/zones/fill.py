@@ -106,7 +106,7 @@ class ZonePrices:
         fits = cut.tokens[None, :] <= cut.degree[:, None] * capacity
         fixed = int(tables.fixed[0, 0])
         probe = cost.group_cost(Group((0,), 1, 1, (Span(0, 0, PROBE),)), policy)
-        linear = tables.tokens * (probe.linear + probe.head) // PROBE
+        linear = tables.tokens * (probe.linear + probe.routed + probe.head) // PROBE
         return cls(
             cost=cost,
             policy=policy,
