@@ -22,6 +22,7 @@ def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, run_block):
         "nothing_to_learn": 0,
         "too_long": 1,
         "tokens_lost": 5,
+        "merged": 0,
     }
     assert _shown("token") == [_name(id) for id in store.tokens(0, 0, 10)]
     assert _shown("label") == [_name(id) for id in store.labels(0, 0, 10)]
