@@ -1,5 +1,6 @@
 """Documents for training: from text files to token stores, batches at one global cursor, and the rows a rank reads."""
 
+from seqloom.data.lengths import DocumentLengths, document_lengths
 from seqloom.data.megatron import MegatronSource
 from seqloom.data.prepare import PrepareCounts, PrepareResult, prepare
 from seqloom.data.records import RecordFields
@@ -12,6 +13,7 @@ from seqloom.data.tokenizers import Tokenizer, load_tokenizer
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
+    "DocumentLengths",
     "LengthLimitedSource",
     "MegatronSource",
     "PrepareCounts",
@@ -23,6 +25,7 @@ __all__ = [
     "StoreWriter",
     "TokenStore",
     "Tokenizer",
+    "document_lengths",
     "load_tokenizer",
     "open_source",
     "prepare",

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from seqloom.data.chats import Chat
 from seqloom.data.records import Record, RecordFields, TextUnit, find_files, read_records
 from seqloom.data.source import TooLong, check_length_policy, too_long_error
 from seqloom.data.store import StoreWriter, require_new_folder
@@ -83,9 +84,9 @@ def prepare(
     counts = PrepareCounts()
     metadata = None if tokenizer is None else tokenizer.metadata
     with StoreWriter(out, vocabulary=size, tokenizer=metadata) as writer:
-        for chunk in _chunks(paths, fields, unit, progress):
+        for chunk in record_chunks(paths, fields, unit, progress):
             counts.records += len(chunk)
-            for record in _tokenize(chunk, tokenizer, counts):
+            for record in encode_records(chunk, tokenizer, counts):
                 _store(writer, record, max_length, too_long, counts)
         if not writer.documents:
             left_out = f"{counts.empty:,} empty, {counts.nothing_to_learn:,} with nothing to learn"
@@ -112,7 +113,7 @@ def _check_vocabulary(tokenizer: Tokenizer | None, vocabulary: int | None) -> in
     return ids if vocabulary is None else vocabulary
 
 
-def _chunks(
+def record_chunks(
     paths: list[Path], fields: RecordFields, unit: TextUnit, progress: Callable[[float], None] | None
 ) -> Iterator[list[Record]]:
     """Yield the records of all files in order, about `CHUNK` characters at a time."""
@@ -132,7 +133,7 @@ def _chunks(
     yield chunk
 
 
-def _tokenize(chunk: list[Record], tokenizer: Tokenizer | None, counts: PrepareCounts) -> Iterator[Record]:
+def encode_records(chunk: list[Record], tokenizer: Tokenizer | None, counts: PrepareCounts) -> Iterator[Record]:
     """Yield the records of a chunk in order, with ids; empty ones are left out and counted."""
     texts = [text for record in chunk for text in _texts(record)]
     first = next((record for record in chunk if record.ids is None), None)
@@ -142,7 +143,7 @@ def _tokenize(chunk: list[Record], tokenizer: Tokenizer | None, counts: PrepareC
     pieces = iter(_encode(tokenizer, texts, chunk) if texts and tokenizer is not None else [])
     for record in chunk:
         if record.chat is not None:
-            done = _encode_chat(record, tokenizer)
+            done = _encode_chat(record, record.chat, tokenizer)
         elif record.ids is None:
             done = _join(record, [next(pieces) for _ in _texts(record)], tokenizer, counts)
         else:
@@ -171,16 +172,16 @@ def _encode(tokenizer: Tokenizer, texts: list[str], chunk: list[Record]) -> list
         raise
 
 
-def _encode_chat(record: Record, tokenizer: Any) -> Record | None:
+def _encode_chat(record: Record, chat: Chat, tokenizer: Any) -> Record | None:
     """Encode a chat by the tokenizer's template; None: it has no message."""
     if tokenizer.chats is None:
         raise SeqloomError(
             f"{record.where}: a chat, and tokenizer {tokenizer.metadata.get('name', 'bytes')!r} has no chat template; "
             "name a Hugging Face tokenizer folder with one, or give one (--chat-template FILE)"
         )
-    if not record.chat.messages:
+    if not chat.messages:
         return None
-    ids, mask = tokenizer.chats.encode(record.chat, record.where)
+    ids, mask = tokenizer.chats.encode(chat, record.where)
     return record._replace(ids=ids, loss_mask=mask)
 
 
@@ -219,7 +220,12 @@ def _store(
             return
         counts.tokens_lost += len(ids) - max_length
         ids, mask = ids[:max_length], None if mask is None else mask[:max_length]
-    if len(ids) < 2 or (mask is not None and not mask[1:].any()):
+    if not is_learnable(ids, mask):
         counts.nothing_to_learn += 1
         return
     writer.add(ids, mask, where=where)
+
+
+def is_learnable(ids: np.ndarray, mask: np.ndarray | None) -> bool:
+    """Whether the loss counts any label of a document."""
+    return len(ids) > 1 and (mask is None or bool(mask[1:].any()))

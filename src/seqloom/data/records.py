@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -31,6 +31,7 @@ CHAT_FIELDS = ("messages", "conversations")
 """Usual names of the field with the messages of a chat."""
 PARQUET_ROWS = 64
 """Parquet rows converted to Python values at a time."""
+GLOB_SIGNS = "*?["
 UTF8_BOM = b"\xef\xbb\xbf"
 RECORD_OVERHEAD = 64
 """Characters that a record counts on top of its own, so that empty ones fill a chunk too."""
@@ -58,7 +59,7 @@ def find_files(inputs: Iterable[str | Path]) -> tuple[list[Path], list[Path]]:
             if not own:
                 raise SeqloomError(f"{shown} has no file of {', '.join(SUFFIXES)} in it; name another folder")
             found += own
-        elif path.is_file() or not any(sign in name for sign in "*?["):
+        elif path.is_file() or not any(sign in name for sign in GLOB_SIGNS):
             if not _suffix(path):
                 raise SeqloomError(f"{shown} is none of {', '.join(SUFFIXES)}; name files of these kinds")
             if not path.is_file():
@@ -101,7 +102,7 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             return
         try:
             with gzip.open(raw) as file:
-                yield file, raw
+                yield cast("IO[bytes]", file), raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise SeqloomError(f"{path}: not a readable gzip file ({error}); copy it again") from None
 
@@ -182,16 +183,17 @@ def read_records(path: Path, fields: RecordFields, unit: TextUnit) -> Iterator[t
     """Yield the records of a file, each with the share of the file that is read by then, 0 .. 1."""
     suffix = _suffix(path)
     if suffix in (".jsonl", ".jsonl.gz"):
-        return _read_jsonl(path, fields)
+        return read_jsonl(_read_lines(path), str(path), fields)
     if suffix == ".parquet":
         return _read_parquet(path, fields)
     return _read_text(path, unit)
 
 
-def _read_jsonl(path: Path, fields: RecordFields) -> Iterator[tuple[Record, float]]:
+def read_jsonl(lines: Iterable[Line], name: str, fields: RecordFields) -> Iterator[tuple[Record, float]]:
+    """Yield the records of lines of JSON; `name` is that of the file, for messages."""
     format_: RecordFormat | None = None
-    for number, line, share in _read_lines(path):
-        where = f"{path}, line {number}"
+    for number, line, share in lines:
+        where = f"{name}, line {number}"
         if not line.strip():
             continue
         try:
@@ -237,16 +239,26 @@ def _read_text(path: Path, unit: TextUnit) -> Iterator[tuple[Record, float]]:
         yield Record(f"{path}, line {number}", line), share
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, str, float]]:
-    """Number, text without the line's end, and the share of the file that is read by then."""
-    size, done = max(path.stat().st_size, 1), 0
+Line = tuple[int, str, float]
+"""Number from 1, text without the line's end, and the share of the file that is read by then."""
+
+
+def _read_lines(path: Path) -> Iterator[Line]:
+    size = max(path.stat().st_size, 1)
     with _open(path) as (file, raw):
-        for number, line in enumerate(file, start=1):
-            done = done + len(line) if file is raw else raw.tell()
-            if number == 1:
-                line = line.removeprefix(UTF8_BOM)
-            text = line.removesuffix(b"\n").removesuffix(b"\r")
-            yield number, _decode(text, f"{path}, line {number}"), done / size
+        for number, text, done in read_lines(file, str(path)):
+            yield number, text, (done if file is raw else raw.tell()) / size
+
+
+def read_lines(file: Iterable[bytes], name: str) -> Iterator[Line]:
+    """Yield the lines of UTF-8 text, with the number of bytes that are read by then instead of their share."""
+    done = 0
+    for number, line in enumerate(file, start=1):
+        done += len(line)
+        if number == 1:
+            line = line.removeprefix(UTF8_BOM)
+        text = line.removesuffix(b"\n").removesuffix(b"\r")
+        yield number, _decode(text, f"{name}, line {number}"), done
 
 
 def _decode(data: bytes, where: str) -> str:
