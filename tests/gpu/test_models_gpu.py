@@ -20,7 +20,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from seqloom.dist import run_ranks
 from seqloom.engine import bind_plan, run_step
-from seqloom.integrations.transformers import attach, model_adapter
+from seqloom.errors import SeqloomError
+from seqloom.integrations.transformers import attach, check, model_adapter
 from seqloom.layout import Span
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.params import ReplicatedParameters
@@ -194,8 +195,19 @@ def compared(name: str, device: str) -> tuple[tuple[float, float], dict[str, tup
     return plain(kind, half, ids).errors(truth), engine
 
 
+def skip_older_mixers(model: Any) -> None:
+    """Skip where the transformers of this machine is too old for a model's mixers, which is refused."""
+    try:
+        check(model)
+    except SeqloomError as error:
+        if "mixers that take no keywords" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_half_precision_errs_at_most_twice_as_much_as_plain_transformers(name):
+    skip_older_mixers(KINDS[name].build())
     (loss, norm), engine = compared(name, "cuda")
     for groups, (own_loss, own_norm) in engine.items():
         assert own_norm <= 2 * norm and own_loss <= max(2 * loss, 0.005), (groups, loss, norm, own_loss, own_norm)
