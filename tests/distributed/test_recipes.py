@@ -34,6 +34,7 @@ SLOW = (
     "tiny-gemma2",
     "tiny-llama4",
     "tiny-gpt2",
+    "tiny-phi3",
 )
 FLOAT32 = ("latent-cpu", "tiny-gemma2")
 """With a router, or norms, that compute in float32, whatever the dtype of the model."""

@@ -10,7 +10,7 @@ from support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
-EXAMPLE = ROOT / "examples" / "own_loop.py"
+EXAMPLE, DENOISING = (ROOT / "examples" / name for name in ("own_loop.py", "denoising_loop.py"))
 
 
 SUPPORTED = (
@@ -74,8 +74,8 @@ def test_it_takes_under_15_lines():
     assert len([line for line in lines if not everybody.search(line)]) < 15
 
 
-def losses(ranks: int, folder: Path) -> list[float]:
-    said = run_script(EXAMPLE, ranks, folder)
+def losses(ranks: int, folder: Path, script: Path = EXAMPLE) -> list[float]:
+    said = run_script(script, ranks, folder)
     return [float(value) for value in re.findall(r"^loss (\S+)", said, re.MULTILINE)]
 
 
@@ -83,3 +83,9 @@ def test_the_example_trains_and_the_number_of_processes_does_not_matter(tmp_path
     alone, together = losses(1, tmp_path), losses(2, tmp_path)
     assert alone == sorted(alone, reverse=True) and alone[-1] < 0.7 * alone[0]
     assert together == pytest.approx(alone, abs=5e-5)
+
+
+def test_a_bidirectional_model_trains_on_any_number_of_processes(tmp_path, fork_server):
+    assert f"examples/{DENOISING.name}" in PAGE
+    alone, together = (losses(ranks, tmp_path, DENOISING) for ranks in (1, 3))
+    assert alone[-1] < 0.7 * alone[0] and together == pytest.approx(alone, abs=5e-5)

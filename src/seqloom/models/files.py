@@ -110,7 +110,7 @@ def parameter_reader(model: Transformer, path: Path) -> ReadRows:
 def open_safetensors(*paths: Path) -> tuple[dict[str, list[int]], ReadRows]:
     """Open .safetensors files; return the shape of every tensor, and a reader of one, on the CPU and as it is there.
 
-    The reader takes from the file no more than the rows it is asked for.
+    The reader takes from the file no more than the rows it is asked for; a scalar has none, and is read whole.
 
     Raises:
         OSError, SafetensorError: some cannot be read.
@@ -118,7 +118,11 @@ def open_safetensors(*paths: Path) -> tuple[dict[str, list[int]], ReadRows]:
     files = [safe_open(path, framework="pt") for path in paths]
     holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
     shapes = {name: list(file.get_slice(name).get_shape()) for name, file in holder.items()}
-    return shapes, lambda name, rows: holder[name].get_slice(name)[rows]
+
+    def read(name: str, rows: slice) -> torch.Tensor:
+        return holder[name].get_slice(name)[rows] if shapes[name] else holder[name].get_tensor(name)
+
+    return shapes, read
 
 
 def _check_same_model(path: Path, wanted: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> None:

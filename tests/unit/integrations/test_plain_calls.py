@@ -8,9 +8,21 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 
+from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers import attach
-from support.tiny_models import HYBRIDS, LATENTS, MODELS, SIZES, VOCABULARY, documents, one_by_one, targets, tiny_model
+from seqloom.integrations.transformers import attach, inputs
+from support.tiny_models import (
+    HYBRIDS,
+    LATENTS,
+    MODELS,
+    SIZES,
+    VOCABULARY,
+    documents,
+    one_by_one,
+    randomised,
+    targets,
+    tiny_model,
+)
 
 torch.set_num_threads(1)
 LENGTHS = [5, 1, 9]
@@ -174,6 +186,27 @@ def test_masks_with_holes_and_masks_of_one_s_own():
     torch.testing.assert_close(found, wanted, **EXACT)
     tree = torch.eye(8, dtype=torch.float64)[None, None].log().expand(2, 1, 8, 8)  # every token sees itself
     torch.testing.assert_close(model(ids, attention_mask=tree).logits, other(ids, attention_mask=tree).logits, **EXACT)
+
+
+def hrm():
+    """A prefix language model: tokens of a prompt (`token_type_ids`) see the whole prompt."""
+    sizes = {name: size for name, size in SIZES.items() if name not in ("num_hidden_layers", "num_key_value_heads")}
+    cycles = {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1, "prefix_lm": True, "head_dim": 4}
+    return randomised(hf.HrmTextForCausalLM(hf.HrmTextConfig(**sizes, **cycles, pad_token_id=0)), 0).double().eval()
+
+
+def test_prompts_that_see_themselves():
+    """By transformers' mask in a call without a context; the engine refuses them."""
+    model, (ids,) = attach(hrm()), documents([9])
+    other, prompts = plain(model), torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 0]])
+    found, wanted = (each(ids[None], token_type_ids=prompts, use_cache=False).logits for each in (model, other))
+    torch.testing.assert_close(found, wanted, **EXACT)
+    assert not torch.allclose(found[:, 0], model(ids[None], use_cache=False).logits[:, 0]), "the first token sees more"
+    context = bind_single_rank([9])
+    with pytest.raises(
+        SeqloomError, match=r"was given a mask of shape \[1, 1, 9, 9\]: who sees whom is in the context"
+    ):
+        model(**inputs(ids, context.positions, context), token_type_ids=prompts)
 
 
 def test_lora_gradient_checkpointing_and_a_copy():

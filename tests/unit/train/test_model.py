@@ -115,6 +115,18 @@ def test_the_parameters_of_another_model_are_refused(tmp_path, config):
         build_huggingface(config(), CPU, torch.float64)
 
 
+def test_scalars_are_read(tmp_path, config):
+    """Those of Apertus's activation, buffers that are saved."""
+    model = hf.ApertusForCausalLM(hf.ApertusConfig(**SIZES, eos_token_id=2))
+    scalars = [name for name, each in model.state_dict().items() if each.ndim == 0]
+    with torch.no_grad():
+        for number, name in enumerate(scalars, 1):
+            model.state_dict()[name].fill_(0.1 * number)
+    model.save_pretrained(tmp_path)
+    found = build_huggingface(config(), CPU, torch.float64).module.state_dict()
+    assert scalars and [found[name].item() for name in scalars] == [model.state_dict()[n].item() for n in scalars]
+
+
 @pytest.mark.parametrize(("renamed", "refused"), [("llama", True), ("ernie4_5", False)])
 def test_a_type_that_is_not_of_the_class_is_refused(tmp_path, config, renamed, refused):
     """Llama has a place for all tensors of Ernie 4.5, and computes another rotary embedding."""

@@ -69,6 +69,7 @@ from seqloom.integrations.transformers.plain_calls import (
     masked_attention,
     one_run_each,
     rows_attention,
+    shows_blocks,
 )
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan
 from seqloom.models.adapter import ModelAdapter
@@ -299,7 +300,7 @@ def mask_function(
     mask_function: Any = None,
     **options: Any,
 ) -> torch.Tensor | Padding | int | str | None:
-    """Say what a call of whole documents is; make a mask only for tokens after those of a cache.
+    """Say what a call of whole documents is; make a mask only for tokens after those of a cache, and for blocks.
 
     Transformers hands on to layers what this returns: None is a causal mask, with a window or without, a number the
     size of a chunk of chunked attention, `BIDIRECTIONAL` no mask at all. In a call with a context, that says which
@@ -314,7 +315,8 @@ def mask_function(
         return attention_mask
     padded = attention_mask is not None and not bool(attention_mask.all())
     static = isinstance(q_offset, torch.Tensor)  # a cache of fixed size, of which only the mask knows what is in use
-    if static or q_length != kv_length or (padded and not one_run_each(cast("torch.Tensor", attention_mask))):
+    masked = static or shows_blocks(mask_function) or q_length != kv_length
+    if masked or (padded and not one_run_each(cast("torch.Tensor", attention_mask))):
         options |= {"q_offset": q_offset, "attention_mask": attention_mask, "mask_function": mask_function}
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return sdpa_mask(q_length=q_length, kv_length=kv_length, **options)

@@ -4,7 +4,8 @@
                                        once for the call, and the call is like any other with a context
     whole documents, one per row       padded or not, also the first call of `generate()`: the engine computes the
                                        tokens that are no padding
-    tokens after those of a cache      torch's attention, under the mask that transformers makes
+    tokens after those of a cache, or  torch's attention, under the mask that transformers makes
+    of a prompt that sees itself
 
 Transformers alone attends across documents that are packed in a row, if the call has a cache or a mask of ones.
 """
@@ -12,12 +13,13 @@ Transformers alone attends across documents that are packed in a row, if the cal
 from __future__ import annotations
 
 import inspect
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.masking_utils import or_masks
 
 from seqloom.attention import attention
 from seqloom.dist import Context, bind_single_rank
@@ -166,6 +168,18 @@ def one_run_each(mask: torch.Tensor) -> bool:
     """Whether the tokens of every row of a padding mask, bool[batch, tokens], are one run."""
     changes = mask[:, 1:].int() - mask[:, :-1].int()
     return bool(((changes == 1).sum(1) + mask[:, 0].int() <= 1).all())
+
+
+def shows_blocks(mask: Any) -> bool:
+    """Whether a mask function of transformers shows more than what comes before: blocks of tokens, such as a prompt.
+
+    It is made of others, which its closure has.
+    """
+    if getattr(mask, "__qualname__", "").startswith(or_masks.__name__):
+        return True
+    found = (cell.cell_contents for cell in getattr(mask, "__closure__", None) or ())
+    parts = chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in found)
+    return any(shows_blocks(part) for part in parts if callable(part))
 
 
 def rows_attention(
