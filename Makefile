@@ -32,8 +32,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 INPUTS := pyproject.toml constraints.txt
-# Traces of a step: other work on the GPU would move its kernels.
-ALONE := tests/nccl/test_overlap_nccl.py
+# Traces of a step: other work on the GPU or the cores would move its kernels.
+ALONE := tests/gpu/test_host_gpu.py tests/nccl/test_overlap_nccl.py
 
 .PHONY: help demo fuzz soak test test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
 
@@ -52,9 +52,9 @@ test-full: lint layers types  ## the longer set: slow tests, more examples; logg
 		--hypothesis-profile=full --timeout=1800 --durations=20 2>&1 | tee build/test-full.log
 
 test-gpu: $(DEV_READY)  ## kernels on a GPU, then 2, 4 and 8 ranks over NCCL that share it; without a GPU it says so
-	$(BIN)/python -m pytest -m gpu -n $(GPU_JOBS) -p no:cacheprovider --timeout=600 tests/gpu tests/distributed/test_cuda.py
-	$(BIN)/python -m pytest -m nccl -n $(NCCL_JOBS) --dist load --maxschedchunk 1 -p no:cacheprovider --timeout=600 tests/nccl --ignore=$(ALONE)
-	$(BIN)/python -m pytest -m nccl -n 0 -p no:cacheprovider --timeout=600 $(ALONE)
+	$(BIN)/python -m pytest -m gpu -n $(GPU_JOBS) -p no:cacheprovider --timeout=600 tests/gpu tests/distributed/test_cuda.py $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -m nccl -n $(NCCL_JOBS) --dist load --maxschedchunk 1 -p no:cacheprovider --timeout=600 tests/nccl $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -m "gpu or nccl" -n 0 -p no:cacheprovider --timeout=600 $(ALONE)
 
 test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on this machine; needs root and iproute2
 	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=120 --session-timeout=240 tests/cluster

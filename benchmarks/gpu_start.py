@@ -90,13 +90,15 @@ def main() -> None:
     """Measure, show and write."""
     parser = options(__doc__, lengths=False)
     parser.add_argument("--ranks", type=int, default=4, help="processes")
+    parser.add_argument("--cases", default=f"tiny,{MODEL}", help="of these, in this order")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"ranks": arguments.ranks}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         usual = {"run.steps": 2, "schedule.warmup": 1, "evaluation.every": 0, "log.every": 1}
-        cases: dict[str, tuple[str, dict[str, Any]]] = {"tiny": ("tiny-cpu", {})}
-        if not arguments.quick:
+        named = arguments.cases.split(",")
+        cases: dict[str, tuple[str, dict[str, Any]]] = {"tiny": ("tiny-cpu", {})} if "tiny" in named else {}
+        if MODEL in named and not arguments.quick:
             cluster = {
                 "plan.cluster": f"1x{arguments.ranks}xH200",
                 "data.tokens": 4 * TOKENS,

@@ -6,7 +6,7 @@ python docs/huggingface_matrix.py phi gpt2 ...     tries these types, and leaves
 `seqloom check` says which models are refused, and why. Others run under plans of 1, 3 and 4 ranks, and of two stages
 with a document in pieces. Loss and gradients are compared with those of plain transformers, document by document, in
 float64. Scans of transformers round to float32, which sums of decays do not bear well: there they are replaced by plain
-ones, token by token. Then the commands train and verify each model, from a folder, on processes.
+ones, token by token. Then the commands verify and train each model, from a folder, on gloo processes.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ from seqloom.profiling.verify import StepOutcome, run_plan
 
 MARKER = "matrix"
 EXACT, WHOLE, ONE_STAGE = "exact", "exact, documents not in pieces", "exact, not in stages"
+TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+"""All causal model types of the installed transformers."""
 VOCABULARY, LENGTHS = 61, (13, 5, 21, 2)
 MOST_PARAMETERS = 10_000_000
 TOLERANCE = 1e-5
@@ -202,11 +204,11 @@ batches = 1
 every = 0
 """
 COMMANDS = """\
-all of these went through the commands, from a folder:
-`seqloom check`, `seqloom plan`, `seqloom verify` on four ranks (static, flex and, in stages, pipeline), and
-`seqloom train --ranks 2`, with one stage and with two. There the loss of the first step is that of plain transformers,
-and so is the loss after the last, of the model that `from_pretrained` reads back. What is refused, `seqloom check`
-refuses, with exit code 2 and the reason:"""
+all of these were verified and trained by the command line on several processes, from a folder:
+`seqloom check`, `seqloom plan`, `seqloom verify --gloo --ranks 4` with sharded parameters (static, flex and, in
+stages, pipeline), and `seqloom train --ranks 2`, with one stage and with two. There the loss of the first step is that
+of plain transformers, and so is the loss after the last, of the model that `from_pretrained` reads back. What is
+refused, `seqloom check` refuses, with exit code 2 and the reason:"""
 """What the page says of exact types."""
 TENSOR_HEADING = "Tensor parallelism:"
 
@@ -479,7 +481,7 @@ def try_commands(config: Any, folder: Path, *, stages: bool) -> str:
     lengths = ("--lengths", folder / "lengths.txt", "--cluster", "1x2xCPU")
     for words in (
         ("plan", *lengths, "--model", folder / "model"),
-        ("verify", folder / "run.toml", "--ranks", 4, "--planners", planners),
+        ("verify", folder / "run.toml", "--ranks", 4, "--gloo", "--planners", planners),
     ):
         done = run_seqloom(*words)
         if done.code:
@@ -540,23 +542,33 @@ def matrix(chosen: Sequence[str] = (), page: str = "") -> str:
 
     What they say of types that are not tried is what `page` says.
     """
+    found = what_page_says(page) if chosen else {}
+    return tables(found | try_types(chosen or TYPES))
+
+
+def try_types(types: Sequence[str]) -> dict[str, Verdict]:
+    """Try model types one after the other."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    found = what_page_says(page) if chosen else {}
+    found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about tiny configs
-        for number, model_type in enumerate(chosen or types, 1):
+        for number, model_type in enumerate(types, 1):
             found[model_type] = try_type(model_type)
             if number % 20 == 0:
                 print(f"{number}/{len(types)} model types", file=sys.stderr)
+    return found
+
+
+def tables(found: Mapping[str, Verdict]) -> str:
+    """Return the tables in Markdown of what is to be said of every type."""
     release = ".".join(transformers.__version__.split(".")[:2])
     exact = {name: each for name, each in sorted(found.items()) if each.what.startswith(EXACT)}
     cut = sum(each.tensor == EXACT for each in exact.values())
-    counts = f"Of the {len(types)} causal model types of transformers {release}, {len(exact)} are exact"
+    counts = f"Of the {len(TYPES)} causal model types of transformers {release}, {len(exact)} are exact"
     groups = f"in TP groups of two ranks {cut} of the exact types are exact, too; others are refused there:"
-    tables = [table({name: found[name].what for name in types}), table({name: v.tensor for name, v in exact.items()})]
-    return f"{counts}, and {COMMANDS}\n\n{tables[0]}\n{TENSOR_HEADING} {groups}\n\n{tables[1]}"
+    first, second = ({n: found[n].what for n in TYPES}, {name: each.tensor for name, each in exact.items()})
+    return f"{counts}, and {COMMANDS}\n\n{table(first)}\n{TENSOR_HEADING} {groups}\n\n{table(second)}"
 
 
 def table(said: Mapping[str, str]) -> str:

@@ -5,8 +5,11 @@ Everything else in Seqloom calls torch through its public names. Layouts of tens
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -210,16 +213,26 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
 
 
-def pin_host_memory(tensor: torch.Tensor) -> None:
-    """Pin the memory of a tensor, for as long as the process lives: exactly so much, unlike torch's own allocator."""
-    if tensor.nbytes:
-        runtime: Any = torch.cuda.cudart()
-        error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        if int(error):
-            raise SeqloomError(
-                f"{tensor.nbytes / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {int(error)}); set "
-                "optimiser.offload = false, allow more locked memory (ulimit -l), or use more nodes"
-            )
+def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate pinned host memory: exactly so much, unlike torch's own allocator.
+
+    It has pages of its own, since CUDA pins whole ones, and gives them back when the last tensor of it is gone: what is
+    allocated at that address afterwards could otherwise neither be pinned nor copied.
+    """
+    elements = math.prod(shape)
+    if not elements:
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(pages, dtype=dtype).view(shape)  # its storage holds the pages
+    runtime: Any = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(error):
+        raise SeqloomError(
+            f"{tensor.nbytes / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {int(error)}); set "
+            "optimiser.offload = false, allow more locked memory (ulimit -l), or use more nodes"
+        )
+    weakref.finalize(pages, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
+    return tensor
 
 
 def lost_rank_reason(error: BaseException) -> str | None:

@@ -12,7 +12,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, run_block):
     blocks = FENCE.findall(PAGE)
-    assert [language for language, _ in blocks] == ["sh", "python"]
+    assert [language for language, _ in blocks] == ["sh", "sh", "python"]
     for language, block in blocks:
         run_block(language, block)
     store = TokenStore(tmp_path / "store")
@@ -22,6 +22,7 @@ def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, run_block):
         "nothing_to_learn": 0,
         "too_long": 1,
         "tokens_lost": 5,
+        "merged": 0,
     }
     assert _shown("token") == [_name(id) for id in store.tokens(0, 0, 10)]
     assert _shown("label") == [_name(id) for id in store.labels(0, 0, 10)]

@@ -25,7 +25,8 @@ from seqloom.attention.kernels.dispatch import KernelTable, built_in_table
 from seqloom.cost import CostModel, Profile
 from seqloom.cost.profile import parse_profile
 from seqloom.data import StoreWriter, open_source
-from seqloom.data.prepare import load_tokenizer, prepare
+from seqloom.data.prepare import prepare
+from seqloom.data.tokenizers import load_tokenizer
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.lengths import read_lengths
 from seqloom.models import Transformer

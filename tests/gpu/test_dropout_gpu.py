@@ -36,6 +36,7 @@ class Layer(nn.Module):
         return x + self.inner(self.dropout(x))
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_layers_drop_the_same():
     results = []
     for compiled in (False, True):

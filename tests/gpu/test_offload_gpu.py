@@ -83,7 +83,7 @@ def test_copies_run_beside_layers():
     run = Run(Step((65_536,), SPEC, dtype=torch.bfloat16))
     plan = plan_of(run.step, Checkpoint.SELECTIVE, LAYERS)
     run(plan)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         run(plan)
     events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     copies = [e for e in events if "Memcpy" in e.name and "Pinned" in e.name]

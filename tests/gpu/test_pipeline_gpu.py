@@ -84,6 +84,8 @@ def peak(step, kind, offloads):
 
 @pytest.mark.parametrize("kind", [Checkpoint.NONE, Checkpoint.FULL])
 def test_offloaded_units_leave_the_device(kind):
+    """Of the bytes that layers of all units store, all but those of two layers are gone at the peak."""
     spec = tiny_spec(layers=4, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1024, vocabulary=128)
     step = Step((4096,) * 16, spec, dtype=torch.bfloat16)
-    assert peak(step, kind, True) < 0.5 * peak(step, kind, False)
+    stored = 4096 * 2 * spec.hidden  # the input of a layer, which every kind stores
+    assert peak(step, kind, False) - peak(step, kind, True) > 0.9 * (16 * spec.layers - 2) * stored

@@ -11,6 +11,7 @@ RUNS = {
     "every planner of one stage": ("tiny-cpu", 4, None, {}),
     "shards of a node": ("tiny-cpu", 4, "flex,pipeline:2", {"plan.sharding": "hybrid", "plan.cluster": "2x2xCPU"}),
     "a pipeline": ("pipeline-cpu", 4, None, {}),
+    "divided experts": ("experts-cpu", 4, None, {}),
     "parameters that move": ("hydraulis-cpu", 8, None, {"plan.cluster": "1x8xCPU"}),
 }
 

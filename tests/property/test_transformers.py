@@ -1,12 +1,9 @@
 """Hugging Face models on any ulysses x ring: logits and gradients of plain transformers, document by document."""
 
 import copy
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +17,19 @@ from seqloom.layout import Layout, Span
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.loss import summed_loss
 from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
-from support.dropout import expected_mask, expected_weights
+from support.dropout import expected_attention_dropout, with_expected_dropout
+from support.model_kinds import (
+    WINDOWED,
+    dynamic_frequencies,
+    eurobert,
+    gemma2,
+    gpt2_with_dropout,
+    llama4,
+    llama_dynamic,
+    longrope_frequencies,
+    phi3_longrope,
+    with_frequencies,
+)
 from support.model_steps import assert_near, run_step, steps, summed
 from support.tiny_models import (
     MODELS,
@@ -157,24 +166,6 @@ def test_gradients_of_lora_adapters_equal_those_of_plain_transformers(case, by_l
     assert_equal(spread(model, ids, groups, by_logits=by_logits), wanted, 1e-9)
 
 
-def with_expected_dropout(model, seed):
-    """Have plain transformers drop what it should, given one document after the other."""
-    plain = copy.deepcopy(model)
-    modules = [each for each in plain.modules() if type(each) is torch.nn.Dropout and each.p]
-    layers, calls = plain.config.num_hidden_layers, [0] * len(modules)
-    assert modules and len(modules) % layers == 0
-
-    def drop(number, module, x):
-        document, rows, features = calls[number], x.shape[-2], x.shape[-1]
-        calls[number] += 1
-        mask = expected_mask(seed, np.full(rows, document), np.arange(rows), number, features, module.p)
-        return x * torch.from_numpy(mask).to(x.dtype)
-
-    for number, module in enumerate(modules):
-        module.forward = partial(drop, number, module)
-    return plain
-
-
 def lora_with_dropout():
     from peft import LoraConfig, get_peft_model
 
@@ -185,14 +176,6 @@ def lora_with_dropout():
             if "lora_" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
     return model
-
-
-def gpt2_with_dropout(attn_pdrop=0.0, resid_pdrop=0.4):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
-    config = GPT2Config(**sizes, attn_pdrop=attn_pdrop, embd_pdrop=0.0, resid_pdrop=resid_pdrop)
-    return randomised(GPT2LMHeadModel(config), 0).double().train()
 
 
 @pytest.mark.parametrize("build", [lora_with_dropout, gpt2_with_dropout])
@@ -221,26 +204,6 @@ def test_dropout_does_not_depend_on_the_plan(build, case, seed, keep, by_logits,
     assert_equal(found, wanted, 1e-9)
 
 
-@contextmanager
-def expected_attention_dropout(model, seed):
-    """Have eager attention of plain transformers drop what it should, given one document after the other."""
-    calls, layers = count(), model.config.num_hidden_layers
-
-    def drop(weights, p, training, inplace=False):
-        if not p:  # other dropout of the model
-            return weights
-        document, layer = divmod(next(calls), layers)
-        places = np.arange(weights.shape[-1])
-        keep = expected_weights(seed, document, places, places, layer, weights.shape[1], p)
-        return weights * torch.from_numpy(keep).to(weights.dtype) if training else weights
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "dropout", drop)
-        patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: x.softmax(dim))  # theirs is float32
-        yield
-    assert bool(next(calls)) == model.training
-
-
 @pytest.mark.parametrize(
     "build",
     [partial(tiny_model, "llama", attention_dropout=0.3), partial(gpt2_with_dropout, attn_pdrop=0.3, resid_pdrop=0.0)],
@@ -265,36 +228,6 @@ def test_dropout_of_attention_weights_does_not_depend_on_the_plan(build, case, s
     assert_equal(spread(model, ids, groups, keep=keep, seed=seed), wanted, 1e-9)
 
 
-ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 12}
-FACTORS = {"short_factor": [1.0, 1.2], "long_factor": [2.0, 9.0]}
-
-
-def phi3_longrope():
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    rope = {"rope_type": "longrope", **ROPE, **FACTORS}
-    config = Phi3Config(**SIZES, pad_token_id=0, original_max_position_embeddings=12, rope_parameters=rope)
-    return randomised(Phi3ForCausalLM(config), 0).double().train()
-
-
-def llama_dynamic():
-    return tiny_model(
-        "llama", max_position_embeddings=12, rope_parameters={"rope_type": "dynamic", "factor": 3.0, **ROPE}
-    )
-
-
-def longrope_frequencies(longest):
-    """The published rule: long factors above the length of pre-training."""
-    factors = np.array(FACTORS["long_factor" if longest > 12 else "short_factor"])
-    return 1 / (factors * 1e4 ** (np.arange(0, 4, 2) / 4))
-
-
-def dynamic_frequencies(longest):
-    """NTK: the base grows with what is beyond the length of pre-training."""
-    stretched = max(3.0 * longest / 12 - 2.0, 1.0)
-    return 1 / ((1e4 * stretched ** (4 / 2)) ** (np.arange(0, 4, 2) / 4))
-
-
 @pytest.mark.parametrize(
     ("build", "frequencies"),
     [(phi3_longrope, longrope_frequencies), (llama_dynamic, dynamic_frequencies)],
@@ -305,23 +238,11 @@ def dynamic_frequencies(longest):
 def test_rotary_embeddings_by_the_longest_document_of_the_run(build, frequencies, case, spare, by_logits):
     lengths, groups = case
     model, ids, longest = build(), documents(lengths), max(lengths) + spare
-    plain = copy.deepcopy(model)
-    rotary = plain.model.rotary_emb
-    rotary.inv_freq, rotary.rope_type = torch.from_numpy(frequencies(longest)).float(), "default"
+    plain = with_frequencies(copy.deepcopy(model), frequencies(longest))
     wanted = one_by_one(plain, ids), gradients(plain)
     with pytest.raises(SeqloomError, match=r"RoPE by the longest sequence.*attach\(model, longest=tokens\)"):
         attach(copy.deepcopy(model))
     assert_equal(spread(model, ids, groups, by_logits=by_logits, longest=longest), wanted, 1e-6)  # tables are float32
-
-
-def llama4(**keys):
-    """Chunked attention with RoPE, and a layer without either, whose queries grow with their position."""
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    sizes = {**SIZES, "head_dim": 4, "attention_chunk_size": 6, "floor_scale": 3, "no_rope_layers": [1, 0]}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 24, "moe_layers": [1]}
-    config = Llama4TextConfig(**{**sizes, **experts, "attn_scale": 0.7, "pad_token_id": 0, **keys})
-    return randomised(Llama4ForCausalLM(config), 0).double().train()
 
 
 @settings(max_examples=15)
@@ -341,16 +262,9 @@ def test_chunked_attention_and_queries_scaled_by_position(case, keep, logits):
     assert_equal(found, wanted, 1e-5)  # RoPE and scales are float32
 
 
-WINDOWED = {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def gemma2():
-    """Logits capped in attention, in a window and without, and after the head."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    caps = {"attn_logit_softcapping": 0.8, "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 4}
-    model = randomised(Gemma2ForCausalLM(Gemma2Config(**SIZES, **WINDOWED, **caps, pad_token_id=0)), 0)
-    return model.double().train(), None
+def capped():
+    """Logits capped in attention and after the head."""
+    return gemma2(), None
 
 
 def gpt_oss():
@@ -376,7 +290,7 @@ def inside_gemma3():
 
 @pytest.mark.parametrize(
     ("build", "tolerance"),
-    [(gemma2, 1e-5), (gpt_oss, 1e-9), (inside_gemma3, 1e-6)],  # of Gemma norms, and the plain softmax, are float32
+    [(capped, 1e-5), (gpt_oss, 1e-9), (inside_gemma3, 1e-6)],  # of Gemma norms, and the plain softmax, are float32
     ids=["capped", "sinks", "language model inside"],
 )
 @settings(max_examples=8)
@@ -399,13 +313,6 @@ def test_kinds_of_attention_in_pieces_and_groups(build, tolerance, case, keep, r
 
 def llama_bidirectional():
     return tiny_model("llama", is_causal=False)
-
-
-def eurobert():
-    from transformers import EuroBertConfig, EuroBertForMaskedLM
-
-    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id"), 0)
-    return randomised(EuroBertForMaskedLM(EuroBertConfig(**SIZES, **ends, mlp_bias=True)), 0).double().train()
 
 
 @pytest.mark.parametrize("build", [llama_bidirectional, eurobert])

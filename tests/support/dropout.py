@@ -1,8 +1,17 @@
-"""What `models.dropout` and `attention.dropout` have to drop, in numpy's unsigned numbers."""
+"""What `models.dropout` and `attention.dropout` have to drop, in numpy's unsigned numbers, and models that do it."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
 import numpy as np
+import pytest
+import torch
 
 GOLDEN, FIRST, SECOND = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -43,3 +52,44 @@ def _mask(
     low, high = keys.astype(np.uint32)[:, None], (keys >> np.uint64(32)).astype(np.uint32)[:, None]
     drawn = _mixed32(_mixed32(low ^ _mixed32(columns.astype(np.uint32))) + high)
     return (drawn.astype(np.float64) >= p * 2.0**32) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def with_expected_dropout(model: Any, seed: int) -> Any:
+    """Return a copy that, as plain transformers given one document after the other, drops what it should."""
+    plain = copy.deepcopy(model)
+    modules = [each for each in plain.modules() if type(each) is torch.nn.Dropout and each.p]
+    layers, calls = plain.config.num_hidden_layers, [0] * len(modules)
+    assert modules and len(modules) % layers == 0
+
+    def drop(number: int, module: Any, x: torch.Tensor) -> torch.Tensor:
+        document, rows, features = calls[number], x.shape[-2], x.shape[-1]
+        calls[number] += 1
+        mask = expected_mask(seed, np.full(rows, document), np.arange(rows), number, features, module.p)
+        return x * torch.from_numpy(mask).to(x)
+
+    for number, module in enumerate(modules):
+        module.forward = partial(drop, number, module)
+    return plain
+
+
+@contextmanager
+def expected_attention_dropout(model: Any, seed: int) -> Iterator[None]:
+    """Have eager attention of plain transformers drop what it should, given one document after the other."""
+    calls, layers = count(), model.config.num_hidden_layers
+
+    def drop(weights: torch.Tensor, p: float, training: bool, inplace: bool = False) -> torch.Tensor:
+        if not p:  # other dropout of the model
+            return weights
+        document, layer = divmod(next(calls), layers)
+        places = np.arange(weights.shape[-1])
+        keep = expected_weights(seed, document, places, places, layer, weights.shape[1], p)
+        return weights * torch.from_numpy(keep).to(weights) if training else weights
+
+    def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return x.softmax(dim, None if x.dtype == torch.float64 else dtype)  # theirs is float32
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", drop)
+        patch.setattr(torch.nn.functional, "softmax", softmax)
+        yield
+    assert bool(next(calls)) == model.training

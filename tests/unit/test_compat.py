@@ -2,6 +2,7 @@
 
 import re
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,3 +85,41 @@ def test_a_group_can_have_the_timeout_of_the_job():
         assert own._timeout == timedelta(seconds=77)
     finally:
         dist.destroy_process_group()
+
+
+class Runtime:
+    """CUDA's part in pinned memory: it knows what is pinned, and refuses what already is."""
+
+    def __init__(self):
+        self.pinned = {}
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802 - CUDA's name
+        overlaps = any(address < other + its_size and other < address + size for other, its_size in self.pinned.items())
+        self.pinned[address] = size
+        return 712 if overlaps else 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802 - CUDA's name
+        del self.pinned[address]
+
+
+def test_pinned_memory_is_exactly_as_large_and_given_back(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    tensor = compat.pinned_empty((3, 1000), torch.float32)
+    assert runtime.pinned == {tensor.data_ptr(): 12_000} and tensor.data_ptr() % 4096 == 0
+    row = tensor.zero_()[1]
+    del tensor
+    assert len(runtime.pinned) == 1  # a view holds it
+    row += 1
+    del row
+    assert not runtime.pinned
+    for _ in range(100):  # memory is used again
+        compat.pinned_empty((3, 1000), torch.bfloat16)
+    assert not runtime.pinned
+    assert compat.pinned_empty((0, 4), torch.float32).shape == (0, 4)
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_with_a_way_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with pytest.raises(SeqloomError, match=r"cannot be pinned \(CUDA error 2\); set optimiser.offload = false"):
+        compat.pinned_empty((1 << 20,), torch.float32)

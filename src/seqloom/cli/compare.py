@@ -47,6 +47,7 @@ def compare(
     expert: shared.Expert = "auto",
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
+    chat_template: shared.ChatTemplate = None,
     picture: shared.Picture = None,
     html: shared.Html = None,
     seed: shared.Seed = 0,
@@ -76,7 +77,7 @@ def compare(
 
     with suppress(MemoryBudgetError):
         build(place is True)  # refuses what is wrong with the options before anything is read
-    source = shared.Source(lengths, seed, max_length, column, tokenizer)
+    source = shared.Source(lengths, seed, max_length, column, tokenizer, chat_template)
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)
 
     def run(own: list[CostModel]) -> tuple[CostModel, list[dict[str, Evaluation]]]:

@@ -10,9 +10,11 @@ import typer
 from typer import Argument, Option
 
 from seqloom.cli import shared
+from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
-    from seqloom.data.prepare import PrepareResult, TextUnit
+    from seqloom.data.prepare import PrepareResult
+    from seqloom.data.records import TextUnit
     from seqloom.data.source import TooLong
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make the data that training reads.")
@@ -25,32 +27,48 @@ def root() -> None:
 
 @app.command("prepare")
 def prepare(
-    inputs: Annotated[list[str], Argument(help="Files: .jsonl, .parquet, .txt.", metavar="INPUT")],
+    inputs: Annotated[
+        list[str],
+        Argument(
+            help="Files (.jsonl, .parquet, .txt, .jsonl.gz, .txt.gz), folders, or globs in quotes.", metavar="INPUT"
+        ),
+    ],
     out: Annotated[Path, Option(help="Folder of the store; it must not exist.")],
     tokenizer: Annotated[
         str | None, Option(help="bytes, a tokenizer.json, or a Hugging Face tokenizer folder. Ids need none.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, Option(help="Jinja file with the template of chats, instead of the tokenizer's own.")
     ] = None,
     max_length: Annotated[int | None, Option(help="Longest document, tokens.")] = None,
     too_long: Annotated[str, Option(help="What happens to a longer one: refuse, truncate, drop.")] = "refuse",
     text: Annotated[str | None, Option(help="Field with the text.  [default: text]")] = None,
     prompt: Annotated[str | None, Option(help="Field with the prompt, which the loss leaves out.")] = None,
     answer: Annotated[str | None, Option(help="Field with the answer to it, which the loss counts.")] = None,
+    messages: Annotated[
+        str | None,
+        Option(help="Field with the messages of a chat; the loss counts the assistant's.  [default: messages]"),
+    ] = None,
     ids: Annotated[str | None, Option(help="Field with token ids.  [default: input_ids]")] = None,
     vocabulary: Annotated[int | None, Option(help="Ids are below this; without it, the tokenizer's.")] = None,
     unit: Annotated[str, Option(help="What a document of a .txt file is: line, or file.")] = "line",
     json: shared.AsJson = False,
 ) -> None:
-    """Make a token store of texts, of prompts with their answers, or of token ids.
+    """Make a token store of texts, of prompts with their answers, of chats, or of token ids.
 
     \b
     Example:
-        seqloom data prepare books.jsonl chats.parquet --out store --tokenizer bytes --max-length 32768 --too-long drop
+        seqloom data prepare books.jsonl more.txt.gz --out store --tokenizer bytes --max-length 32768 --too-long drop
+        seqloom data prepare "chats/*.parquet" --out store --tokenizer FOLDER
     """
-    from seqloom.data.prepare import RecordFields, load_tokenizer
     from seqloom.data.prepare import prepare as make
+    from seqloom.data.records import RecordFields
+    from seqloom.data.tokenizers import load_tokenizer
 
-    fields = RecordFields(text, prompt, answer, ids)
-    chosen = None if tokenizer is None else load_tokenizer(tokenizer)
+    fields = RecordFields(text, prompt, answer, ids, messages)
+    if tokenizer is None and chat_template is not None:
+        raise SeqloomError(f"--chat-template {chat_template} without --tokenizer; name a Hugging Face tokenizer folder")
+    chosen = None if tokenizer is None else load_tokenizer(tokenizer, chat_template)
     with shared.progress_bar(100, "preparing") as step:
         percent = 0
 
@@ -89,5 +107,9 @@ def _print_summary(done: PrepareResult, too_long: str) -> None:
     if counts.too_long:
         happened = "truncated" if too_long == "truncate" else "dropped"
         lines.append(f"too long: {counts.too_long:,} {happened}, {counts.tokens_lost:,} tokens lost")
+    if counts.merged:
+        lines.append(f"merged: in {counts.merged:,} a token lies across the border of prompt and answer, and counts")
+    if done.other_files:
+        lines.append(f"not read: {len(done.other_files):,} files of other kinds, {done.other_files[0]} among them")
     for line in (*lines, f"wrote {done.path}"):
         typer.echo(line)

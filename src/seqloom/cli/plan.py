@@ -60,6 +60,7 @@ def plan(
     expert: shared.Expert = "auto",
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
+    chat_template: shared.ChatTemplate = None,
     out: Out = None,
     picture: shared.Picture = None,
     trace: shared.Trace = None,
@@ -97,7 +98,7 @@ def plan(
 
     with suppress(MemoryBudgetError):
         build(place is True)  # refuses what is wrong with the options before anything is read
-    source = shared.Source(lengths, seed, max_length, column, tokenizer)
+    source = shared.Source(lengths, seed, max_length, column, tokenizer, chat_template)
     if tokens_per_step is not None:
         costs = with_fitting_optimiser(lambda own: own, build, place)
         workload = _workload(source, batch_size, tokens_per_batch, skip)

@@ -40,6 +40,7 @@ def propose(
     most: Annotated[int, Option(help="Strategies to propose, at most.")] = 8,
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
+    chat_template: shared.ChatTemplate = None,
     out: Out = None,
     seed: shared.Seed = 0,
     json: shared.AsJson = False,
@@ -61,7 +62,9 @@ def propose(
             raise SeqloomError(f"--{name} {value}; give 1 or more")
     options = {"profile": profile, "budget_gib": budget_gib, "max_length": max_length, "float8": float8}
     cost = cost_model(cluster, shared.load_model(model), sharding="free", **options, stages=2)
-    workload = shared.Workload.data_set(shared.Source(lengths, seed, max_length, column, tokenizer), sequences)
+    workload = shared.Workload.data_set(
+        shared.Source(lengths, seed, max_length, column, tokenizer, chat_template), sequences
+    )
     data = workload.batches[0].lengths
     with shared.progress_bar(2, "proposing strategies") as step:
         strategies = propose_strategies(data, cost, tokens_per_step=tokens_per_step, most=most, seed=seed)

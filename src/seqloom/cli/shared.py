@@ -10,13 +10,13 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer import Argument, Option
@@ -75,11 +75,22 @@ HostGib = Annotated[
 Expert = Annotated[
     str, Option(help="GPUs that divide the experts of every layer among them: 1, 2, 4, ... or auto, the fastest.")
 ]
-Lengths = Annotated[str, Option(help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin.")]
+Lengths = Annotated[
+    str,
+    Option(
+        help="A sampler's name; a token store; documents, as data prepare takes them; a .txt .jsonl .csv .parquet .npy "
+        ".npz file of lengths; or - for stdin."
+    ),
+]
 Skip = Annotated[int, Option(help="Batches to skip at the beginning.")]
 MaxLength = Annotated[int | None, Option(help="Longest sequence of the run, tokens; longer ones are dropped first.")]
 Column = Annotated[str | None, Option(help="Column, field or array to read where a file has several.")]
-Tokenizer = Annotated[str | None, Option(help="Counts a column of texts: bytes, or a tokenizer.json.")]
+Tokenizer = Annotated[
+    str | None, Option(help="Counts texts and chats: bytes, a tokenizer.json, or a Hugging Face tokenizer folder.")
+]
+ChatTemplate = Annotated[
+    Path | None, Option(help="Jinja file with the template of chats, instead of the tokenizer's own.")
+]
 Picture = Annotated[Path | None, Option(help="Draw the timeline to this file: .svg; .png or .pdf with matplotlib.")]
 Trace = Annotated[Path | None, Option(help="Write the simulated step to this .json file, for ui.perfetto.dev.")]
 Html = Annotated[Path | None, Option(help="Write a report to this .html file, for any browser; it fetches nothing.")]
@@ -228,9 +239,10 @@ class Source:
     max_length: int | None = None
     column: str | None = None
     tokenizer: str | None = None
+    chat_template: Path | None = None
 
-    def read(self, count: int) -> tuple[np.ndarray, int]:
-        """Return the lengths up to the maximum, in order, and the number of longer ones that were dropped.
+    def read(self, count: int) -> tuple[np.ndarray, Left]:
+        """Return the lengths up to the maximum, in order, and how many sequences are not among them.
 
         Reads a whole file, or draws from a sampler until ``count`` lengths remain.
         """
@@ -242,7 +254,27 @@ class Source:
                 "take fewer or smaller batches"
             )
         options = asdict(self)
-        return drop_longer(lengths_from(options.pop("name"), count=max(1, count), **options), self.max_length)
+        name, template, left_out = options.pop("name"), options.pop("chat_template"), 0
+        if self._may_be_documents:
+            from seqloom.data.lengths import document_lengths
+
+            how = {"column": self.column, "tokenizer": self.tokenizer, "chat_template": template}
+            lengths, left_out = document_lengths(name, **how)
+        else:
+            lengths = lengths_from(name, count=max(1, count), **options)
+        kept, dropped = drop_longer(lengths, self.max_length)
+        return kept, Left(dropped, left_out)
+
+    @property
+    def _may_be_documents(self) -> bool:
+        """Whether this is more than a sampler or a plain file of lengths."""
+        path = Path(self.name)
+        if self.note is not None or (
+            not path.exists() and not any(sign in self.name for sign in "*?[") and self.name != "-"
+        ):
+            return False
+        plain = (".csv", ".npy", ".npz") if self.tokenizer else (".txt", ".csv", ".npy", ".npz")
+        return path.is_dir() or path.suffix.lower() not in plain
 
     @property
     def note(self) -> str | None:
@@ -252,21 +284,29 @@ class Source:
         return sampler(self.name).note if self.name in SAMPLERS else None
 
 
+class Left(NamedTuple):
+    """How many sequences of a source are in no batch."""
+
+    dropped: int = 0  # above the maximum length
+    left_out: int = 0  # records without a label that the loss counts, which `data prepare` leaves out, too
+    unused: int = 0  # after the last batch
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Batches of a source, and how many sequences above the maximum length were dropped."""
+    """Batches of a source, and how many of its sequences are in none."""
 
     source: Source
     batches: tuple[Batch, ...]
-    dropped: int
+    left: Left
 
     @classmethod
     def by_count(cls, source: Source, size: int, *, skip: int = 0, count: int = 1) -> Workload:
         """Take ``count`` batches of ``size`` sequences each, in file order, after ``skip`` of them."""
         from seqloom.describe import batches_by_count
 
-        lengths, dropped = source.read((skip + count) * size)
-        return cls(source, tuple(batches_by_count(lengths, size, skip=skip, count=count)), dropped)
+        lengths, left = source.read((skip + count) * size)
+        return cls._of(source, batches_by_count(lengths, size, skip=skip, count=count), lengths, left)
 
     @classmethod
     def by_tokens(cls, source: Source, budget: int, *, skip: int = 0) -> Workload:
@@ -274,19 +314,26 @@ class Workload:
         from seqloom.describe import batches_by_tokens
 
         count = 1024
-        lengths, dropped = source.read(count)
+        lengths, left = source.read(count)
         while source.note is not None and lengths.sum() <= (skip + 1) * max(budget, int(lengths.max())):
             count *= 2
-            lengths, dropped = source.read(count)
-        return cls(source, tuple(batches_by_tokens(lengths, budget, skip=skip, count=1)), dropped)
+            lengths, left = source.read(count)
+        return cls._of(source, batches_by_tokens(lengths, budget, skip=skip, count=1), lengths, left)
+
+    @classmethod
+    def _of(cls, source: Source, batches: Iterable[Batch], lengths: np.ndarray, left: Left) -> Workload:
+        """Count the sequences of a file after the last batch; a sampler has as many as one likes."""
+        taken = tuple(batches)
+        after = len(lengths) - 1 - int(taken[-1].ids[-1])
+        return cls(source, taken, left if source.note is not None else left._replace(unused=after))
 
     @classmethod
     def data_set(cls, source: Source, count: int) -> Workload:
         """Take everything as one batch: a whole file, or ``count`` sequences of a sampler."""
         from seqloom.describe import Batch
 
-        lengths, dropped = source.read(count)
-        return cls(source, (Batch.of(lengths),), dropped)
+        lengths, left = source.read(count)
+        return cls(source, (Batch.of(lengths),), left)
 
     def as_dict(self) -> dict[str, Any]:
         """Return where the sequences come from, by JSON keys."""
@@ -294,15 +341,20 @@ class Workload:
             "lengths": self.source.name,
             "sampler": self.source.note,
             "max_length": self.source.max_length,
-            "dropped": self.dropped,
+            **self.left._asdict(),
             "seed": self.source.seed,
         }
 
     def notes(self) -> list[str]:
         """Return lines for the reader of a table: a sampler's origin, and what was dropped."""
         lines = [f"sampler {self.source.name}: {self.source.note}"] if self.source.note else []
-        if self.dropped:
-            lines.append(f"{self.dropped:,} sequences above {self.source.max_length:,} tokens dropped first")
+        dropped, left_out, unused = self.left
+        if left_out:
+            lines.append(f"{left_out:,} records with nothing to learn left out")
+        if dropped:
+            lines.append(f"{dropped:,} sequences above {self.source.max_length:,} tokens dropped first")
+        if unused:
+            lines.append(f"{unused:,} sequences after the last batch not used")
         return lines
 
 

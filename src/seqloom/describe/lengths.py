@@ -27,7 +27,8 @@ STDIN = "-"
 BYTES = "bytes"
 """The tokenizer that counts UTF-8 bytes."""
 SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet", ".npy", ".npz")
-USUAL_COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_length", "seq_len", "text")
+TEXT = "text"
+USUAL_COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_length", "seq_len", TEXT)
 """Columns that `read_lengths` takes without being told, in this order."""
 TEXTS_AT_ONCE = 4096
 """Texts that a tokenizer encodes at once: encodings of a whole file would not fit in memory."""
@@ -65,15 +66,13 @@ def read_lengths(source: str | Path, *, column: str | None = None, tokenizer: st
 
     Args:
         source: ``.txt`` (one whole number per line), ``.jsonl``, ``.csv``, ``.parquet``, ``.npy``, ``.npz``,
-            or ``-`` for standard input (lines as in ``.txt``; JSON lines when ``column`` is given).
+            or ``-`` for standard input (lines as in ``.txt``, ``.jsonl`` or ``.csv``, as the first one is).
         column: column, field or array to read where the file has several. A usual name (``length``,
             ``num_tokens``, ``text``) is found by itself.
         tokenizer: how a column of texts is counted: ``"bytes"``, or the path of a ``tokenizer.json``.
     """
     if source == STDIN:
-        # A replaced sys.stdin (tests, notebooks) may have text only.
-        data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
-        return _text_lengths(".txt" if column is None else ".jsonl", data, "standard input", column, tokenizer)
+        return lengths_of_bytes(read_stdin(), "standard input", column, tokenizer)
     path = Path(source)
     what, suffix = str(path), path.suffix.lower()
     if path.is_dir():
@@ -93,6 +92,21 @@ def read_lengths(source: str | Path, *, column: str | None = None, tokenizer: st
         return _text_lengths(suffix, path.read_bytes(), what, column, tokenizer)
     except OSError as error:
         raise SeqloomError(f"{what}: cannot be read ({error.strerror or error}); check the file") from None
+
+
+def read_stdin() -> bytes:
+    """Read standard input to its end. One that is replaced (in tests, notebooks) may have text only."""
+    return sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
+
+
+def lengths_of_bytes(data: bytes, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
+    """Return the lengths in the bytes of a file without a suffix; what its first line is says what the others are."""
+    first = next((line for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()), b"").strip()
+    number = _whole_number(first.decode("utf-8", "replace")) is not None
+    suffix = ".txt" if number or not first else ".jsonl" if first[:1] in b'{"' else ".csv"
+    if suffix == ".csv" and not any(byte in first for byte in b",;\t") and not first[:1].isalpha():
+        suffix = ".txt"  # a misspelt number, and no header
+    return _text_lengths(suffix, data, what, column, tokenizer)
 
 
 def check_lengths(values: Any, *, what: str = "lengths", place: Place = "entry {}".format) -> np.ndarray:
@@ -192,7 +206,8 @@ def _text_lengths(suffix: str, data: bytes, what: str, column: str | None, token
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise SeqloomError(f"{what}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
-    return _csv_lengths(text, what, column) if suffix == ".csv" else _jsonl_lengths(text, what, column, tokenizer)
+    read = _csv_lengths if suffix == ".csv" else _jsonl_lengths
+    return read(text, what, column, tokenizer)
 
 
 def _line_lengths(data: bytes, what: str) -> np.ndarray:
@@ -217,22 +232,38 @@ def _line(index: int) -> str:
     return f"line {index + 1}"
 
 
-def _csv_lengths(text: str, what: str, column: str | None) -> np.ndarray:
-    """Read a column of a CSV file; the header may be missing when there is one column of numbers."""
+def _csv_lengths(text: str, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
+    """Read a column of a CSV file, of numbers or of texts; a header may be missing above one column of numbers."""
     reader = csv.reader(io.StringIO(text, newline=""))
-    rows = ((reader.line_num, row) for row in reader if row)
+    rows = ((reader.line_num, row) for row in _csv_rows(reader, what) if row)
     first = next(rows, None)
     if first is None:
         raise SeqloomError(f"{what}: empty; at least one length is needed")
     line, header = first
+    name = None
     if len(header) == 1 and column is None and _whole_number(header[0]) is not None:
         index, rows = 0, chain([(line, header)], rows)
     else:
         names = [name.strip() for name in header]
-        index = names.index(choose_column(names, column, what))
-    return _cell_lengths(
-        ((line, row[index] if index < len(row) else "") for line, row in rows), what, "a header but no rows"
-    )
+        name = choose_column(names, column, what)
+        index = names.index(name)
+    cells = ((line, row[index] if index < len(row) else "") for line, row in rows)
+    first_cell = next(cells, None)
+    cells = cells if first_cell is None else chain([first_cell], cells)
+    if first_cell is None or name is None or _whole_number(first_cell[1]) is not None:
+        return _cell_lengths(cells, what, "a header but no rows")
+    if tokenizer is None and name != TEXT:
+        return _cell_lengths(cells, what, "a header but no rows")  # names the cell that is no length
+    lines, texts = zip(*cells, strict=True)
+    return _column_lengths(list(texts), what, name, tokenizer, lambda index: f"line {lines[index]}")
+
+
+def _csv_rows(reader: Iterator[list[str]], what: str) -> Iterator[list[str]]:
+    """Yield the rows of a CSV file; refuse what the package cannot read, such as a cell above 128 KiB."""
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise SeqloomError(f"{what}: not readable as CSV ({error}); write it as .jsonl or .parquet") from None
 
 
 def _cell_lengths(cells: Iterator[tuple[int, str]], what: str, empty: str) -> np.ndarray:

@@ -219,7 +219,7 @@ class FSDPParameters(Parameters):
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`. The shards of a row are the model; all rows have the same."""
-        squares = torch.stack([squared_norm(self._others), squared_norm(self._of_experts)]).to(self._device)
+        squares = torch.stack([squared_norm(each, self._device) for each in (self._others, self._of_experts)])
         dist.all_reduce(squares[:1], group=self._mesh[SHARD].get_group())
         for axis in (SHARD, EXPERT) if self._of_experts else ():
             dist.all_reduce(squares[1:], group=self._ep_mesh[axis].get_group())

@@ -15,15 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from seqloom.compat import dtensor_like, pin_host_memory
+from seqloom.compat import dtensor_like, pinned_empty
 
 
 def host_empty(shape: torch.Size, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    """Allocate host memory that stays as long as the process: pinned where a GPU copies to and from it."""
-    tensor = torch.empty(shape, dtype=dtype)
-    if pinned:
-        pin_host_memory(tensor)
-    return tensor
+    """Allocate host memory: pinned where a GPU copies to and from it."""
+    return pinned_empty(shape, dtype) if pinned else torch.empty(shape, dtype=dtype)
 
 
 def host_copy(values: torch.Tensor) -> torch.Tensor:

@@ -306,14 +306,16 @@ def accumulate_wide(copy: nn.Parameter) -> nn.Parameter:
     return copy
 
 
-def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return the sum of squares of this rank's shards of the gradients, a scalar in float64.
+def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device | None = None) -> torch.Tensor:
+    """Return the sum of squares of this rank's shards of the gradients, a scalar in float64 on `device`.
 
-    The sum of one tensor is in float32 (float64 for float64).
+    The sum of one tensor is in float32 (float64 for float64). Without `device` it stays where the gradients are, and
+    on the CPU where there are none.
     """
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(each, dtype=sum_dtype(each.dtype)) for each in gradients]
-    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    total = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return total if device is None else total.to(device)
 
 
 def all_reduce_gradients(parameters: Iterable[nn.Parameter], all_reduce: Callable[[torch.Tensor], None]) -> None:

@@ -226,12 +226,11 @@ class PipelineFSDP(Parameters):
         """See `Parameters.gradient_norm`. A parameter of several pp ranks is counted on the first."""
         shards = self.device_shards()
         counted = {name: each for name, each in shards.items() if self._holders[name][0] == self._pp_rank}
-        squares = torch.stack(
-            [
-                squared_norm(each for name, each in counted.items() if self._sharded[name].divided == divided)
-                for divided in (False, True)
-            ]
-        ).to(self._device)
+        parts = [
+            [each for name, each in counted.items() if self._sharded[name].divided == divided]
+            for divided in (False, True)
+        ]
+        squares = torch.stack([squared_norm(each, self._device) for each in parts])
         dist.all_reduce(squares[:1], group=self._mesh.get_group(SHARD))
         for axis in (SHARD, EXPERT) if self._expert > 1 else ():
             dist.all_reduce(squares[1:], group=self._ep_mesh.get_group(axis))

@@ -200,7 +200,7 @@ class ReshardingParameters(Parameters):
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`."""
-        squares = squared_norm(self.device_shards().values()).to(self._device)
+        squares = squared_norm(self.device_shards().values(), self._device)
         self._transport.all_reduce(squares, tuple(range(self._transport.ranks)))
         return squares.sqrt()
 

@@ -68,7 +68,7 @@ class PlanAhead:
 
     A thread sends the process one request at a time and waits for its answer, so that neither side ever waits for the
     other to read, and the trainer waits for no pipe. `take` drops the plans of earlier steps that were submitted but
-    never taken.
+    never taken. Numbers below 0 are batches beside the steps (evaluation), in any order and again and again.
     """
 
     def __init__(
@@ -129,9 +129,11 @@ class PlanAhead:
             if not self._changed.wait_for(lambda: step in self._answers, timeout_s):
                 self._timeout_s = 0.0
             found = self._answers.get(step, _Failure(0, f"no plan within {timeout_s:g} s"))
-            self._taken = step
-            self._answers = {other: answer for other, answer in self._answers.items() if other > step}
-            self._submitted = {other for other in self._submitted if other > step}
+            self._taken = max(step, self._taken)
+            gone = [other for other in {*self._answers, *self._submitted} if other == step or self._is_over(other)]
+            for other in gone:
+                self._answers.pop(other, None)
+                self._submitted.discard(other)
         if isinstance(found, _Failure):
             self._costs = self._costs.with_factors(self.factors)
             plan = self._fallback.plan(lengths, self._costs.cost)
@@ -139,6 +141,10 @@ class PlanAhead:
             options = {"plan_ns": found.plan_ns, "fallback_reason": found.reason, "factors": tuple(self.factors)}
             found = StepPlan(step, plan.to_json(), plan.hash, predicted, **options)
         return replace(found, wait_ns=time.monotonic_ns() - begin)
+
+    def _is_over(self, step: int) -> bool:
+        """Whether nobody will take a plan of this step any more."""
+        return 0 <= step <= self._taken
 
     def close(self) -> None:
         """Stop the process, which may not react to SIGTERM."""
@@ -171,7 +177,7 @@ class PlanAhead:
         ends = 0  # processes in a row that ended before they answered anything
         while (request := self._requests.get()) is not None:
             step = request.step
-            if step <= self._taken:
+            if self._is_over(step):
                 continue
             answer = self._ask(request)
             with self._changed:
@@ -184,7 +190,7 @@ class PlanAhead:
                 if 0 < ends < MOST_ENDS:
                     self._process, self._connection = self._start()
                     self._timeout_s = self._first_patience_s
-                if step > self._taken:
+                if not self._is_over(step):
                     self._answers[step] = answer
                 self._changed.notify_all()
 

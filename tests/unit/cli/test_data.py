@@ -54,6 +54,44 @@ def test_fields_ids_and_whole_files(run, corpus):
     assert one["valid"] == 9 + 1 + 2
 
 
+def test_folders_globs_and_chats(run, corpus, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    letters = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate("?<>uax")}, unk_token="?"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(corpus / "letters")
+    (corpus / "t.jinja").write_text(
+        "{% for m in messages %}<{{ m.role[0] }}{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<a{% endif %}"
+    )
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "xx"}]
+    (corpus / "chats").mkdir()
+    (corpus / "chats" / "a.jsonl").write_text(json.dumps({"mine": chat}) + "\n")
+    (corpus / "chats" / "notes.md").write_text("x")
+    options = "--tokenizer letters --chat-template t.jinja --messages mine"
+    result = run(f"data prepare chats --out s {options}")
+    assert result.out.splitlines() == [
+        "1 documents, 9 tokens of which 3 count, longest 9, vocabulary 6",
+        "not read: 1 files of other kinds, chats/notes.md among them",
+        "wrote s",
+    ]
+    assert TokenStore(corpus / "s").labels(0, 0, 9).tolist() == [*[-100] * 5, 5, 5, 2, -100]
+    found = run(f"data prepare chats/*.jsonl --out t {options} --json").json
+    assert (found["files"], found["other_files"], found["documents"]) == (1, [], 1)
+    assert AutoTokenizer.from_pretrained(corpus / "letters").decode(TokenStore(corpus / "s").tokens(0, 0, 9))
+
+
+def test_a_token_across_the_border_is_said(run, corpus):
+    from tokenizers import Tokenizer, models
+
+    pair = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    pair.save(str(corpus / "pair.json"))
+    (corpus / "p.jsonl").write_text('{"prompt": "ba", "answer": "bb"}\n')
+    result = run("data prepare p.jsonl --out s --tokenizer pair.json")
+    assert result.out.splitlines()[1] == "merged: in 1 a token lies across the border of prompt and answer, and counts"
+    assert TokenStore(corpus / "s").labels(0, 0, 3).tolist() == [2, 1, -100]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,6 +106,8 @@ def test_fields_ids_and_whole_files(run, corpus):
         ("lines.txt --out s --tokenizer bytes --unit page", "unknown unit of text"),
         ("pairs.jsonl --out s --tokenizer bytes --prompt p", "name both fields"),
         ("pairs.jsonl --out s --tokenizer bytes --text body", "no field 'body'"),
+        ("pairs.jsonl --out s --chat-template t.jinja", "without --tokenizer; name a Hugging Face"),
+        ("no*.jsonl --out s --tokenizer bytes", "no file matches 'no*.jsonl'"),
     ],
 )
 def test_refused(refused, corpus, arguments, message):

@@ -242,3 +242,32 @@ def test_strategies_under_other_shardings_are_refused_with_the_way_out(run, shar
     box = FREE.replace("free", sharding)
     result = run(f"plan --lengths lengths.txt {box} --planner hydraulis")
     assert result.code == 2 and f"sharding {sharding}" in result.err and "--sharding free" in result.err
+
+
+def test_documents_and_stores_are_planned_and_what_is_not_used_is_said(run, folder):
+    (folder / "texts.jsonl").write_text("".join(f'{{"text": "{"x" * n}"}}\n' for n in (0, 9, 99, 40, 7)))
+    plan = "plan --cluster 1x2xH200 --model llama3-8b --batch-size 2"
+    result = run(f"{plan} --lengths texts.jsonl --tokenizer bytes --max-length 60")
+    assert "1 records with nothing to learn left out" in result.out
+    assert "1 sequences above 60 tokens dropped first" in result.out
+    assert "1 sequences after the last batch not used" in result.out
+    found = run(f"{plan} --lengths texts.jsonl --tokenizer bytes --max-length 60 --json").json
+    assert (found["left_out"], found["dropped"], found["unused"], found["sequences"]) == (1, 1, 1, 2)
+    assert run("data prepare texts.jsonl --out store --tokenizer bytes").code == 0
+    stored = run(f"{plan} --lengths store --max-length 60 --json").json
+    assert (stored["left_out"], stored["unused"], stored["plan_hash"]) == (0, 1, found["plan_hash"])
+    compared = run(
+        "compare --cluster 1x2xH200 --model llama3-8b --batch-size 2 --lengths store --planners static --json"
+    )
+    assert compared.json["unused"] == 2
+    drawn = run("plan --cluster 1x2xH200 --model llama3-8b --batch-size 2 --lengths wikipedia --json").json
+    assert drawn["unused"] == 0
+
+
+def test_refused_documents(refused, folder):
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    plan = "plan --cluster 1x2xH200 --model llama3-8b"
+    assert "line 1: a chat, and no tokenizer" in refused(f"{plan} --lengths chats.jsonl")
+    assert "has no chat template" in refused(f"{plan} --lengths chats.jsonl --tokenizer bytes")
+    assert "does not exist" in refused(f"{plan} --lengths gone.jsonl")
+    assert "no file matches" in refused(f"{plan} --lengths gone*.jsonl")

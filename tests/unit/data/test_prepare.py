@@ -121,7 +121,7 @@ def test_too_long(jsonl, tmp_path):
     assert TokenStore(tmp_path / "gone").meta.prepared == {
         "max_length": 5,
         "too_long": "drop",
-        "counts": {"records": 3, "empty": 0, "nothing_to_learn": 0, "too_long": 1, "tokens_lost": 9},
+        "counts": {"records": 3, "empty": 0, "nothing_to_learn": 0, "too_long": 1, "tokens_lost": 9, "merged": 0},
     }
 
 
@@ -229,11 +229,11 @@ def test_the_same_input_gives_the_same_bytes_wherever_it_lies(tmp_path, jsonl, t
 def test_progress_rises_and_chunks_do_not_show(tmp_path, jsonl, monkeypatch):
     import seqloom.data.prepare  # noqa: F401 - the function has the module's name
 
-    module = sys.modules["seqloom.data.prepare"]
+    module, records = sys.modules["seqloom.data.prepare"], sys.modules["seqloom.data.records"]
     paths = [jsonl(*({"text": "x" * n} for n in range(1, 40)), name=f"{k}.jsonl") for k in range(3)]
     prepare(paths, tmp_path / "large", tokenizer=BYTES)
     monkeypatch.setattr(module, "CHUNK", 50)
-    monkeypatch.setattr(module, "PARQUET_ROWS", 3)
+    monkeypatch.setattr(records, "PARQUET_ROWS", 3)
     seen = []
     prepare(paths, tmp_path / "small", tokenizer=BYTES, progress=seen.append)
     assert len(seen) > 10

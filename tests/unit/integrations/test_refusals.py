@@ -1,7 +1,9 @@
 """Every refusal, on a tiny model of a class that has the feature."""
 
 import re
+import sys
 import warnings
+from types import FunctionType
 
 import pytest
 import torch
@@ -71,6 +73,21 @@ def without_numbers(model=None, **keys):
     return model
 
 
+def with_older_mixers(model):
+    """Return a model whose convolutions are called as in transformers 5.17."""
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, seq_idx=None):
+        weight = self.conv.weight.squeeze(1)
+        return causal_conv1d_fn(hidden_states, weight, self.conv.bias, seq_idx=seq_idx)  # noqa: F821 - of its file
+
+    for module in model.modules():
+        if "Conv" in type(module).__name__ and hasattr(module, "layer_idx"):
+            own = FunctionType(forward.__code__, vars(sys.modules[type(module).__module__]))
+            module.__class__ = type("OlderConv", (type(module),), {"forward": own})
+    return model
+
+
+LFM2 = ["conv", "full_attention"]
 JETMOE = {"kv_channels": 4, "activation_function": "silu", "aux_loss_coef": 0.1, "num_key_value_heads": 2}
 BLOOM = {"vocab_size": 29, "hidden_size": 16, "n_layer": 1, "n_head": 2}
 CTRL = {"vocab_size": 29, "n_embd": 16, "n_layer": 1, "n_head": 2, "dff": 16}
@@ -95,6 +112,7 @@ CASES = {
         lambda: on_meta("MambaForCausalLM", vocab_size=29, hidden_size=16, state_size=4, num_hidden_layers=1),
         lambda: on_meta("MiniMaxForCausalLM", **SIZES, layer_types=["linear_attention", "full_attention"]),
     ],
+    "mixers that take no keywords": [lambda: with_older_mixers(on_meta("Lfm2ForCausalLM", **SIZES, layer_types=LFM2))],
     "no attention": [lambda: on_meta("Mamba2ForCausalLM", **MAMBA2)],
     "no attention interface": [lambda: on_meta("BloomForCausalLM", **BLOOM)],
     "sparse attention": [

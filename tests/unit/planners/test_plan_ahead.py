@@ -35,6 +35,17 @@ def test_plans_are_those_made_here_in_any_order():
         assert again.plan.hash == make_plan("adaptive", BATCHES[1], COST).hash, "planned now when nobody asked before"
 
 
+def test_batches_of_evaluation_are_planned_between_steps():
+    """Their numbers are below those of all steps; they were never planned, and every evaluation waited in vain."""
+    with PlanAhead(COST, "adaptive", patience_s=120) as ahead:
+        ahead.submit(3, BATCHES[2])
+        for step, lengths in ((2, BATCHES[0]), (-1, BATCHES[1]), (-2, BATCHES[0]), (3, BATCHES[2]), (-1, BATCHES[1])):
+            ahead._timeout_s = 20.0  # of a wait in vain
+            taken = ahead.take(step, lengths)
+            assert (taken.step, taken.fallback_reason) == (step, "")
+            assert taken.plan.hash == make_plan("adaptive", lengths, COST).hash
+
+
 def test_plans_are_made_and_priced_by_the_factors_of_their_request():
     factors = Factors(attention=3.0, exchange=0.5)
     scaled = FactorCosts(COST, factors)

@@ -1,10 +1,12 @@
 """Models of a run: built without values, which come when they are asked for, and are those of the files."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +16,7 @@ from seqloom.integrations.transformers import loading
 from seqloom.integrations.transformers.loading import build_huggingface
 from seqloom.train.config import Config
 from seqloom.train.model import build_reference
-from support.tiny_models import tiny_model
+from support.tiny_models import SIZES, tiny_model
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
 CPU = torch.device("cpu")
@@ -106,9 +108,22 @@ def test_the_parameters_of_another_model_are_refused(tmp_path, config):
     """Qwen 2 has biases, and Llama no place for them."""
     tiny_model("qwen2").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "llama"}))
+    renamed = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(content | renamed))
     message = r"6 tensors of its safetensors have no place in the model .* model.layers.0.self_attn.k_proj.bias among"
     with pytest.raises(SeqloomError, match=message):
+        build_huggingface(config(), CPU, torch.float64)
+
+
+@pytest.mark.parametrize(("renamed", "refused"), [("llama", True), ("ernie4_5", False)])
+def test_a_type_that_is_not_of_the_class_is_refused(tmp_path, config, renamed, refused):
+    """Llama has a place for all tensors of Ernie 4.5, and computes another rotary embedding."""
+    model = hf.Ernie4_5ForCausalLM(hf.Ernie4_5Config(**SIZES))
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": renamed}))
+    said = r"model_type 'llama' and architectures Ernie4_5ForCausalLM, which is of model_type 'ernie4_5'"
+    with pytest.raises(SeqloomError, match=said) if refused else nullcontext():
         build_huggingface(config(), CPU, torch.float64)
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.mixers import is_mixer
+from seqloom.integrations.transformers.mixers import is_mixer, takes_keywords
 from seqloom.models.dropout import is_planned
 from seqloom.models.loss import Logits
 
@@ -224,6 +224,17 @@ def _recurrent_state(model: nn.Module, causal: Any) -> Iterator[str]:
             yield f"{name}: {type(module).__name__}"
     if not mixers:
         yield from (f"layer_types has {kind}" for kind in _layer_types(causal) if kind in STATE_TYPES)
+
+
+@_refuse(
+    "mixers that take no keywords",
+    "the context of the round does not reach their scans",
+    "install a newer transformers: its mixers hand keywords on",
+)
+def _mixers_without_keywords(model: nn.Module, causal: Any) -> Iterator[str]:
+    for name, module in causal.named_modules():
+        if is_mixer(module) and not takes_keywords(module):
+            yield f"{name}: {type(module).__name__}"
 
 
 @_refuse("no attention", "plans are for documents whose tokens attend", "use a model with some layers of attention")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from seqloom.attention import AttentionSpec
 from seqloom.describe import ModelSpec
@@ -61,6 +62,7 @@ class FeedForward(NamedTuple):
 def from_config(folder: Path, dtype: torch.dtype) -> Any:
     """Build the model of a folder's config.json with fresh parameters; of one that sees images, its language model."""
     config = AutoConfig.from_pretrained(folder, **LOCAL)
+    _check_architectures(folder, config)
     text = language_model_config(config)
     model = AutoModelForCausalLM.from_config(config if text is None else text, dtype=dtype, trust_remote_code=False)
     if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -70,6 +72,18 @@ def from_config(folder: Path, dtype: torch.dtype) -> Any:
             f"model, of a {kind}, could not be read back with AutoModelForCausalLM; use a model of text alone"
         )
     return model
+
+
+def _check_architectures(folder: Path, config: Any) -> None:
+    """Refuse a config whose type is not that of the class it names: another model may fit the same tensors."""
+    for name in config.architectures or ():
+        types = [kind for kind, causal in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if causal == name]
+        if types and config.model_type not in types:
+            raise SeqloomError(
+                f"{str(folder)!r}: its config.json says model_type {config.model_type!r} and architectures {name}, "
+                f"which is of model_type {types[0]!r}: the same tensors would be computed otherwise; give the "
+                "config.json that belongs to them"
+            )
 
 
 def language_model_config(config: Any) -> Any | None:

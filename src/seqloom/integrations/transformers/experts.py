@@ -86,7 +86,8 @@ def experts_function(
         inner = into(rows, expert, ends)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         out = out_of(inner, expert, ends)
-        return module.post_expert_norm(out) if module.has_post_expert_norm else out
+        has_norm = getattr(module, "has_post_expert_norm", False)  # transformers 5.17 knows of none
+        return module.post_expert_norm(out) if has_norm else out
 
     return run_experts(hidden_states, top_k_index, top_k_weights, experts, compute)
 

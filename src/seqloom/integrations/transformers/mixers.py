@@ -46,6 +46,12 @@ def is_mixer(module: nn.Module) -> bool:
     return bool(found & {*SCANS}) and found <= KNOWN
 
 
+def takes_keywords(mixer: nn.Module) -> bool:
+    """Whether the forward of a mixer takes keywords of any name, the context among them."""
+    kinds = {each.kind for each in inspect.signature(inspect.unwrap(type(mixer).forward)).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
 def convolved_values(mixer: nn.Module) -> int:
     """Return how many values of a token go into the convolution of a mixer and come out."""
     return 2 * sum(each.out_channels for each in mixer.modules() if isinstance(each, nn.Conv1d))
