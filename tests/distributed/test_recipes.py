@@ -27,6 +27,7 @@ RUNS = {each.stem: (each, ()) for each in RECIPES} | {
 """Every recipe, and the one of Hugging Face models with every folder that no recipe names."""
 SLOW = (
     "experts-cpu",
+    "experts-tensor-cpu",
     "hydraulis-cpu",
     "hybrid-cpu",
     "latent-cpu",
@@ -60,9 +61,11 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
         sizes = {"vocab_size": 257, "max_position_embeddings": 128}
         tiny_model("llama", dtype=torch.float32, **sizes).save_pretrained(folder / "model")
         words.append(f"model.huggingface={folder / 'model'}")
-    elif "expert" not in content["plan"]:  # which a model without experts has not
+    elif "moe" not in content["model"]["spec"]:  # experts are what the others are for
         (folder / "tiny.toml").write_text(TINY_SPEC)
         words.append(f"model.spec={folder / 'tiny.toml'}")
+    if content["plan"].get("strategies", "auto") != "auto":  # of other ranks
+        words.append("plan.strategies=auto")
     return [word for override in words for word in ("--set", override)]
 
 
@@ -153,6 +156,23 @@ def test_divided_experts_change_nothing(seqloom_here, tmp_path, name):
         assert done.returncode == 0, done.stderr
         losses.append([record.loss for record in read_steps(tmp_path / str(ranks) / "metrics.jsonl")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6) and len(losses[0]) == 3
+
+
+@pytest.mark.slow
+def test_stages_that_share_experts_change_nothing(seqloom_here, tmp_path):
+    """Two stages of two processes that have half of the heads and of the experts each: losses of one process."""
+    few = ("run.steps=3", "model.dtype=float64", "evaluation.every=0", "checkpoint.every=0")
+    losses, shapes = [], []
+    for ranks, name, own in ((1, "experts-cpu", ("plan.expert=1", "plan.capacity=512")), (4, "experts-tensor-cpu", ())):
+        words = [*TINY, *few, f"run.output={tmp_path / str(ranks)}", *own]
+        sets = [word for each in words for word in ("--set", each)]
+        done = seqloom_here("train", RECIPES[0].parent / f"{name}.toml", *sets, "--ranks", str(ranks))
+        assert done.returncode == 0, done.stderr
+        records = read_steps(tmp_path / str(ranks) / "metrics.jsonl")
+        losses.append([record.loss for record in records])
+        shapes.append([record.shape for record in records])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and len(losses[0]) == 3
+    assert any("2x" in shape for shape in shapes[1]), shapes
 
 
 def test_there_are_recipes():

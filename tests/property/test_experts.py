@@ -113,3 +113,12 @@ def test_models_of_transformers(threads, name, routed, data):
     results = threads(plan.limits.ranks).run(lambda t: step.attached(plan, t), strict=True, family=plan.limits.family)
     wanted = step.alone()
     assert max(found.worst(wanted) for found in results) < 1e-6  # routers of transformers compute in float32
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_random_pipelines_whose_tp_groups_divide_experts(threads, data):
+    """Stages of tensor degree 1 and 2 beside each other, in pieces, moved from one layout of parameters to another."""
+    step = data.draw(pipeline_steps().flatmap(with_experts))
+    plan = data.draw(side_by_side_plans(step, tp_groups=True, sharding=Sharding.FREE))
+    assert worst(threads, step, plan) < 1e-9

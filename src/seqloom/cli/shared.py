@@ -439,7 +439,9 @@ def experts_line(cost: CostModel, evaluation: Evaluation) -> str:
     degree, count = expert_degree(evaluation.plan), cost.model.experts
     compute, exchange = (f"{100 * share:.1f} %" for share in evaluation.experts)
     moved = f", dispatch and combine {exchange}" if degree > 1 else ""
-    held = f"expert degree {degree}, {count // degree} of {count} experts of a layer on each GPU"
+    stages = (stage for pipeline in evaluation.plan.pipelines for stage in pipeline.stages)
+    own = " or ".join(map(str, sorted({count // (stage.expert * stage.tensor) for stage in stages})))
+    held = f"expert degree {degree}, {own} of {count} experts of a layer on each GPU"
     return f"{held}: they compute for {compute} of the step{moved}"
 
 

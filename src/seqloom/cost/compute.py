@@ -170,9 +170,9 @@ class Compute:
 
     @classmethod
     def build(
-        cls, profile: AnalyticProfile, cluster: Cluster, model: ModelSpec, *, float8: bool, expert: int = 1
+        cls, profile: AnalyticProfile, cluster: Cluster, model: ModelSpec, *, float8: bool, parts: int = 1
     ) -> Compute:
-        """Take the device's spec memory bandwidth and the profile's efficiencies."""
+        """Take the device's spec memory bandwidth and the profile's efficiencies; so many ranks divide experts."""
         return cls(
             model,
             profile.matmul_tflops,
@@ -186,7 +186,7 @@ class Compute:
             {forwards: LengthCurve.of(profile.attention, forwards) for forwards in (1, 2)},
             {forwards: LengthCurve.of(profile.tile, forwards) for forwards in (1, 2)},
             profile.float8_speedup if float8 else 1.0,
-            profile.expert_imbalance if expert > 1 else 1.0,
+            profile.expert_imbalance if parts > 1 else 1.0,
         )
 
     def scan(self, shape: GroupShape, checkpoint: Checkpoint) -> float:

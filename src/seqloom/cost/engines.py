@@ -156,7 +156,7 @@ class AnalyticEngine(CostEngine):
         plain = candidate_shapes(cost.family, model.heads, model.kv_heads, tensor, cluster_family)
         nics = len(set(cluster.nic_of_gpu)) if tensor == 1 else 1  # tensor parallel stages have no routes
         budget = DEVICE_SHARE * cluster.device.memory_gib if budget_gib is None else budget_gib
-        compute = Compute.build(profile, cluster, model, float8=cost.float8, expert=cost.expert)
+        compute = Compute.build(profile, cluster, model, float8=cost.float8, parts=cost.expert * tensor)
         shared = profile, model, cost.context, shards, tensor, owners, cost.offload_optimiser
         reduces = (Reduce.ROUND, Reduce.STEP) if shards > 1 else (Reduce.STEP,)
         checkpoints = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)

@@ -208,7 +208,7 @@ class AnalyticMemory:
 
     @property
     def _imbalance(self) -> float:
-        return self.profile.expert_imbalance if self.expert > 1 else 1.0
+        return self.profile.expert_imbalance if self.expert * self.tensor > 1 else 1.0
 
     def _expert_buffers(self, layers: LayerRange) -> int:
         """Bytes per token of a layer's exchange with its EP group: rows that are sent, and rows that arrive."""

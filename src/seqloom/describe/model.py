@@ -227,13 +227,14 @@ class ModelSpec:
 
     @property
     def tensor_degrees(self) -> tuple[int, ...]:
-        """Legal tensor-parallel degrees, ascending: they divide query heads, key/value heads and the feed-forward.
+        """Legal tensor-parallel degrees, ascending: they divide heads, widths of feed-forwards, and experts.
 
-        Experts, mixers and latents are not cut: a model that has some knows degree 1 only.
+        Tensor ranks have whole experts each. Mixers and latents are not cut: a model that has some knows degree 1 only.
         """
         if self._uncut:
             return (1,)
-        shared = math.gcd(self.ffn, *(self.head_shape(layer)[0] for layer in range(self.layers)))
+        kv_heads = (self.head_shape(layer)[0] for layer in range(self.layers))
+        shared = math.gcd(*kv_heads, *self._feed_forward_widths.values())
         return tuple(t for t in range(1, shared + 1) if shared % t == 0)
 
     def check_tensor(self, degree: int) -> None:
@@ -242,26 +243,34 @@ class ModelSpec:
         if degree in legal:
             return
         nearest = min(legal, key=lambda t: (abs(t - degree), t))
-        rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and a feed-forward of {self.ffn}"
+        widths = (f"{what} {width}" for what, width in self._feed_forward_widths.items())
+        rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and {' and '.join(widths)}"
         why = f"{self._uncut} are not cut" if self._uncut else rule
         raise SeqloomError(f"model {self.name}: tensor degree {degree}; {why}; use {nearest}")
 
     @property
     def _uncut(self) -> str:
         """What a layer has that tensor ranks do not share."""
-        kinds = {"experts": self.experts, "mixers": self.mixer_layers, "latents": self.latent}
+        kinds = {"mixers": self.mixer_layers, "latents": self.latent}
         return next((name for name, present in kinds.items() if present), "")
+
+    @property
+    def _feed_forward_widths(self) -> dict[str, int]:
+        """What tensor ranks divide of feed-forwards."""
+        dense = self.ffn if len(self.moe_layers) < self.layers else 0
+        found = {"a feed-forward of": dense, "experts": self.experts, "a shared expert of": self.shared_ffn}
+        return {what: width for what, width in found.items() if width}
 
     def layer_parameters(self, layer: int, tensor: int = 1, expert: int = 1) -> int:
         """Parameters of layer ``layer``, all experts included; of each rank where ``tensor`` ranks share it.
 
-        Matrices are cut, norms and biases are whole on every rank. Where ``expert`` ranks divide the experts, a rank
-        has its own.
+        Matrices are cut, routers, norms and biases are whole on every rank. Where ``expert`` ranks divide the experts,
+        a rank has its own.
         """
-        mixing = self.attention_parameters(layer)
+        mixing, sparse = self.attention_parameters(layer), layer in self.moe_layers
         mixing += self.mixer_parameters if layer in self.mixer_layers else 0
-        experts = self.experts // expert
-        return (mixing + self._feed_forward(layer in self.moe_layers, experts)) // tensor + self._vectors
+        router = self.hidden * self.experts if sparse else 0
+        return (mixing + self._feed_forward(sparse, self.experts // expert) - router) // tensor + router + self._vectors
 
     def expert_parameters(self, experts: int) -> int:
         """Weights of so many experts of a layer."""

@@ -366,7 +366,10 @@ def load_strategies(config: Config, cost: CostModel, lengths: np.ndarray) -> tup
     if path == "auto":
         try:
             tokens = mean_step_tokens(config, lengths)
-            return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
+            # TP groups divide the experts of the reference transformer, not those of transformers' models.
+            most_tensor = 1 if config.model.huggingface and cost.model.experts else None
+            options = {"tokens_per_step": tokens, "seed": config.run.seed, "most_tensor": most_tensor}
+            return propose_strategies(lengths, cost, **options)
         except SeqloomError:
             if planner.makes_stages:
                 raise

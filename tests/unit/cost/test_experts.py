@@ -212,3 +212,16 @@ def test_shares_of_a_step_are_those_of_its_tokens(degree):
     links = cost.engine.links
     moved = 20_000 * links.expert(degree, Checkpoint.NONE).time + links.expert_latency(degree, Checkpoint.NONE)
     assert found.exchange == pytest.approx(moved / step, rel=1e-6) and (moved > 0) == (degree > 1)
+
+
+def test_a_tp_group_has_whole_experts_on_each_rank_and_exchanges_nothing_more():
+    """The busiest rank computes more pairs, of its own experts, whose weights are half as many; no dispatch."""
+    plain, tensor = (CostModel(Cluster.parse("2x4xH200"), SPEC, sharding="free", tensor=t) for t in (1, 2))
+    group = Group(tuple(range(4)), 4, 1, (Span(0, 0, 40_000),))
+    before, after = (each.group_cost(group, NONE) for each in (plain, tensor))
+    assert after.routed == pytest.approx(1.2 * before.routed, rel=1e-3)
+    assert after.expert == after.expert_latency == after.expert_network == 0 < after.tensor
+    reads = [each.engine.expert_times(NONE).weights_ns for each in (plain, tensor)]
+    assert reads[1] == pytest.approx(reads[0] / 2)
+    whole, half = (each.memory.rank_parameters.total for each in (plain, tensor))
+    assert half == pytest.approx((whole + 2 * 32_000 * 1024) / 2, rel=1e-3)  # embedding and head stay whole

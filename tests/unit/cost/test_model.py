@@ -87,11 +87,20 @@ def test_refusals_name_the_nearest_choice(small, ranks, tensor, way):
         small.for_submesh(ranks, tensor)
 
 
-def test_experts_and_published_constants_have_no_tensor_parallelism():
-    experts = ModelSpec("e", 2, 64, 8, 8, 8, 0, True, 100, False, experts=4, active_experts=2, expert_ffn=64)
-    assert experts.tensor_degrees == (1,) and SPEC.tensor_degrees == (1, 2, 4)
-    with pytest.raises(SeqloomError, match="experts are not cut; use 1"):
-        CostModel(Cluster.parse("8xH100"), experts, tensor=2)
+def test_tensor_ranks_have_whole_experts_each():
+    sizes = {"experts": 4, "active_experts": 2, "expert_ffn": 64}
+    experts = ModelSpec("e", 2, 64, 8, 8, 8, 0, True, 100, False, **sizes)
+    assert experts.tensor_degrees == SPEC.tensor_degrees == (1, 2, 4)
+    assert replace(experts, shared_ffn=6).tensor_degrees == (1, 2)
+    assert replace(experts, moe_layers=(1,), ffn=3).tensor_degrees == (1,)
+    with pytest.raises(SeqloomError, match="8 kv heads and experts 4; use 4"):
+        CostModel(Cluster.parse("8xH100"), experts, tensor=8)
+    whole, half = (experts.layer_parameters(0, tensor) for tensor in (1, 2))
+    router, norms = 64 * 4, 2 * 64
+    assert half == (whole - router - norms) // 2 + router + norms
+
+
+def test_published_constants_have_no_tensor_parallelism():
     gpt = (Cluster.parse("2x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100")
     with pytest.raises(SeqloomError, match="no constants for tensor degree 2"):
         CostModel(*gpt, tensor=2)

@@ -28,6 +28,7 @@ from seqloom.train.setup import (
     RunPlanners,
     RunSetup,
     choose_stages,
+    load_strategies,
     mean_step_tokens,
     strategy_notes,
     warm_up_plans,
@@ -215,6 +216,20 @@ def test_other_planners_and_pipelines_run_under_free_sharding_without_a_list(tmp
         planners = RunSetup.load(strategy_config(tmp_path, *settings), RANKS).planners
         assert planners.stages == () and planners.strategies == ()
         assert write_strategies(strategy_config(tmp_path), ()) == strategy_config(tmp_path)
+
+
+def test_experts_of_transformers_models_are_proposed_no_tensor_degree():
+    """TP groups divide those of the reference transformer, which in so little memory is fastest."""
+    sizes = {"experts": 16, "active_experts": 2, "expert_ffn": 2048}
+    spec = ModelSpec("moe", 4, 4096, 32, 8, 128, 0, True, 32_000, False, **sizes)
+    own = CostModel(Cluster.parse("1x4xH200"), spec, sharding="free", budget_gib=20)
+    lengths = np.array([9_000, 600])
+    planning, data = Planning("hydraulis", sharding="free"), Data(Path("store"), sequences=2)
+    degrees = []
+    for model in (Model("x"), Model(huggingface="x")):
+        found = load_strategies(Config(Run(Path("out"), steps=1), model, data, planning), own, lengths)
+        degrees.append({pipe.parallel.tensor for each in found for pipe in each.pipelines})
+    assert degrees == [{4}, {1}]
 
 
 def test_auto_under_free_sharding_chooses_from_a_list_beside_other_plans(tmp_path):

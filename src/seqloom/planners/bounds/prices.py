@@ -50,7 +50,7 @@ class DegreePrices:
     round_fixed: np.ndarray  # float64[L]: what a round costs a rank before any group
     movable: np.ndarray  # float64[D, n]: of streams 0 and 1, what other ranks of the shard group may take over
     solo_ns: np.ndarray  # float64[D, n]: least time of a round with this document; NEVER where memory does not hold it
-    linear: float  # Least time of a token outside attention, on the rank that has it in the linear layout, there
+    linear: float  # Least time of a token outside attention that stays on the rank with it in the linear layout
     tokens: np.ndarray  # float64[n]
     capacity: float
     overlaps: bool  # Whether some shape hides ring messages behind attention

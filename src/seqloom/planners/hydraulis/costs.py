@@ -45,13 +45,15 @@ NEAR_PERCENT = 103
 """A config this near to the fastest replaces it."""
 
 
-def config_costs(cost: CostModel, longest: int) -> dict[ParallelConfig, ConfigCost]:
+def config_costs(cost: CostModel, longest: int, most_tensor: int | None = None) -> dict[ParallelConfig, ConfigCost]:
     """Fit the costs of the configs worth considering for documents up to `longest` tokens.
 
-    SeqloomError if no config holds a token.
+    SeqloomError if no config holds a token. `most_tensor` is the largest tensor degree to consider; None: any.
     """
     fitted = {}
     for config in legal_configs(cost):
+        if most_tensor is not None and config.tensor > most_tensor:
+            continue
         resharding = [config._replace(reshard_after_forward=True)] if gains_memory(cost, config, longest) else []
         for each in (config, *resharding):
             if (priced := fit_config(cost, each)) is not None:

@@ -54,6 +54,7 @@ def propose_strategies(
     tokens_per_step: int | None = None,
     most: int = MAX_STRATEGIES,
     seed: int = 0,
+    most_tensor: int | None = None,
 ) -> tuple[Strategy, ...]:
     """Propose a short list of strategies for a data set on this cluster, see `propose`; sharding must be free.
 
@@ -61,10 +62,12 @@ def propose_strategies(
         lengths: int64[n] tokens of the data's documents; the first strategy holds the longest.
         tokens_per_step: of one optimiser step; None: the lengths are one step.
         most: strategies to return.
+        seed: of sampled steps.
+        most_tensor: largest tensor degree that the model can run with; None: any that its shapes allow.
     """
     require_free(cost)
     array = Batch.of(lengths).lengths
-    costs = config_costs(cost, int(array.max()))
+    costs = config_costs(cost, int(array.max()), most_tensor)
     return propose(
         array,
         costs,
