@@ -13,6 +13,7 @@ from seqloom.reader import build
 from seqloom.train.config import (
     MODEL_FILES,
     Config,
+    Lora,
     Optimiser,
     Run,
     fetch_model,
@@ -110,6 +111,17 @@ def test_values_of_overrides():
     expected = {"i": 4, "f": 3.0, "t": "x=y z", "q": "3", "d": "2026-11-15", "n": None, "s": "1 2"}
     assert values == {"a": expected, "b": {"i": -1}}
     assert merge_overrides({"a": {"n": 1, "k": 2}}, {"a": {"n": None}, "c": {"x": 1}}) == {"a": {"k": 2}, "c": {"x": 1}}
+
+
+def test_keys_of_a_table_are_overridden_one_by_one(write):
+    text = LEAST.replace('spec = "qwen3-0.6b"', 'huggingface = "."\nlora = { rank = 4, alpha = 3.0 }')
+    assert text != LEAST
+    config = Config.load(write(text), ["model.lora.rank=8", "model.lora.targets=['q_proj']", "model.lora.alpha="])
+    assert config.model.lora == Lora(rank=8, targets=("q_proj",))
+    assert Config.load(write(text), ["model.lora="]).model.lora is None
+    assert Config.load(write(text), ["model.lora=", "model.lora.rank=2"]).model.lora == Lora(rank=2, alpha=3.0)
+    with pytest.raises(SeqloomError, match=r"unknown key 'model.lora.ranks'; did you mean 'rank'"):
+        Config.load(write(text), ["model.lora.ranks=8"])
 
 
 @pytest.mark.parametrize("override", ["lr=1", "optimiser.lr", "a.b.c=1", ".lr=1", "optimiser.=1"])
