@@ -152,6 +152,8 @@ class Data:
     """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600."""
     validation: Path | None = None
     """Documents for evaluation, in either form."""
+    validation_share: Decay = 0.0
+    """Instead: this share of the documents of `source` is for evaluation, and not trained on. By `run.seed`."""
     sequences: Positive | None = None
     """Documents in a step. Either this or `tokens`."""
     tokens: Length | None = None
@@ -164,8 +166,18 @@ class Data:
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     """What happens to longer ones; they are counted and reported."""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are documents for evaluation."""
+        return self.validation is not None or self.validation_share > 0
+
     def __post_init__(self) -> None:
         _require_one(self, "data", "sequences", "tokens")
+        if self.validation is not None and self.validation_share:
+            raise SeqloomError(
+                f"data.validation_share = {self.validation_share} beside data.validation, which names the documents of "
+                "evaluation; leave one of them out"
+            )
         if self.batches == "hbp" and self.tokens is None:
             raise SeqloomError(
                 "data.batches = 'hbp' without data.tokens: packs fill a step of so many tokens; give tokens instead of "
@@ -340,10 +352,10 @@ class Config:
     log: Logging = field(default_factory=Logging)
 
     def __post_init__(self) -> None:
-        if self.evaluation.every and self.data.validation is None:
+        if self.evaluation.every and not self.data.evaluates:
             raise SeqloomError(
                 f"evaluation.every = {self.evaluation.every} without data.validation; name the documents to evaluate "
-                "on, or set every to 0"
+                "on, or a data.validation_share of the source, or set every to 0"
             )
         if self.run.steps is not None and self.schedule.warmup > self.run.steps:
             raise SeqloomError(
