@@ -6,7 +6,7 @@ from seqloom.data.prepare import PrepareCounts, PrepareResult, prepare
 from seqloom.data.records import RecordFields
 from seqloom.data.rows import RowReader, rank_rows
 from seqloom.data.sampler import Batch, Sampler
-from seqloom.data.source import IGNORE_INDEX, LengthLimitedSource, Source
+from seqloom.data.source import IGNORE_INDEX, DocumentSubset, LengthLimitedSource, Source, split_source
 from seqloom.data.store import StoreWriter, TokenStore, open_source
 from seqloom.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -14,6 +14,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "DocumentLengths",
+    "DocumentSubset",
     "LengthLimitedSource",
     "MegatronSource",
     "PrepareCounts",
@@ -30,4 +31,5 @@ __all__ = [
     "open_source",
     "prepare",
     "rank_rows",
+    "split_source",
 ]

@@ -148,6 +148,49 @@ class LengthLimitedSource(Source):
         return ids, labels
 
 
+class DocumentSubset(Source):
+    """Some documents of another source, in the order in which they are named.
+
+    Attributes:
+        documents: int64[n], number of every document in the other source.
+    """
+
+    def __init__(self, source: Source, documents: ArrayLike, name: str) -> None:
+        """Select documents; `name` is for messages."""
+        self._source, self.documents = source, read_only(documents)
+        lengths, valid = source.lengths[self.documents], source.valid[self.documents]
+        super().__init__(name, lengths, valid, source.vocabulary)
+
+    def _read(self, document: int, start: int, stop: int) -> np.ndarray:
+        return self._source.tokens(int(self.documents[document]), start, stop)
+
+    def rows(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Source.rows`."""
+        self._check_span(document, start, stop)
+        return self._source.rows(int(self.documents[document]), start, stop)
+
+
+def split_source(source: Source, share: float, *, seed: int) -> tuple[DocumentSubset, DocumentSubset]:
+    """Return the documents of training and, for evaluation, a share of all documents, at least one; each in order.
+
+    Which ones follows from seed and number of documents alone, on any machine.
+    """
+    count = max(1, round(share * len(source)))
+    if count >= len(source):
+        raise SeqloomError(
+            f"a share of {share:g} of the {len(source):,} documents of {source.name} for evaluation leaves none to "
+            "train on; lower data.validation_share, or name other documents in data.validation"
+        )
+    keys = np.random.Philox(np.random.SeedSequence([seed, _SPLIT])).random_raw(len(source))
+    aside = np.zeros(len(source), dtype=bool)
+    aside[np.argsort(keys, kind="stable")[:count]] = True
+    training, evaluation = np.flatnonzero(~aside), np.flatnonzero(aside)
+    return (
+        DocumentSubset(source, training, f"{source.name} without those of evaluation"),
+        DocumentSubset(source, evaluation, f"{source.name}, those of evaluation"),
+    )
+
+
 def check_length_policy(max_length: int | None, too_long: str) -> None:
     """Refuse an unknown policy, and a limit below two tokens."""
     if too_long not in get_args(TooLong):
@@ -165,6 +208,8 @@ def too_long_error(where: str, length: int, max_length: int, share: str | None =
     )
 
 
+_SPLIT = 0x73706C6974
+"""Beside a seed: the draw of a split is none of a shuffle."""
 SYNTHETIC = "toy:"
 """Prefix of a synthetic corpus in a config: toy:600 has 600 documents, toy:600:1 the same number from seed 1."""
 _LONGEST = 4_096

@@ -164,8 +164,8 @@ def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe
     config, source, cost = setup.config, setup.source, setup.cost
     _refuse_too_long("data.source", source, cost, setup.planners)
     validation = None
-    if config.data.validation is not None:
-        documents = open_documents(config.data.validation, config, setup.spec)
+    if config.data.evaluates:
+        documents = open_documents(config, setup.spec, evaluation=True)
         _refuse_too_long("data.validation", documents, cost, setup.planners)
         validation = _count_documents(documents, make_sampler(config, documents))
     training = _count_documents(source, make_sampler(config, source, cost))
@@ -283,7 +283,8 @@ def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
     every, batches = config.evaluation.every, config.evaluation.batches
     if run.validation is not None and not every:
         warnings.append(
-            "data.validation is set and evaluation.every = 0, so nothing is evaluated; set every, or leave it out"
+            "documents are named for evaluation (data.validation, data.validation_share) and evaluation.every = 0, so "
+            "nothing is evaluated; set every, or leave them out"
         )
     elif run.validation is not None:
         if every > run.setup.steps:
@@ -292,8 +293,8 @@ def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
             )
         if batches > run.validation.batches:
             warnings.append(
-                f"evaluation.batches = {batches}, but data.validation has {run.validation.batches}, so documents count "
-                f"more than once; lower it to {run.validation.batches}"
+                f"evaluation.batches = {batches}, but the documents of evaluation have {run.validation.batches}, so "
+                f"documents count more than once; lower it to {run.validation.batches}"
             )
     return warnings
 

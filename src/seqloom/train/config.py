@@ -87,6 +87,20 @@ class Run:
 
 
 @_checked
+class Lora:
+    """Low-rank adapters on linear layers, which are trained instead of the model's own parameters."""
+
+    rank: Positive = 16
+    """Width of an adapter."""
+    alpha: PositiveReal = 32.0
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers, such as q_proj; none: all of the model's layers, not its head."""
+    dropout: Decay = 0.0
+    """Share of an adapter's inputs that are dropped, the same ones under any plan."""
+
+
+@_checked
 class Model:
     """The model to train: a reference model, or a Hugging Face folder."""
 
@@ -105,8 +119,19 @@ class Model:
     float8: Annotated[bool, Strict()] = False
     """Linear layers multiply in float8, but for the gradients of weights; needs bfloat16, gains where compiled."""
 
+    lora: Lora | None = None
+    """Train adapters of this kind on a Hugging Face model, and nothing else; None: all parameters."""
+
     def __post_init__(self) -> None:
         _require_one(self, "model", "spec", "huggingface")
+        if self.lora is not None and self.huggingface is None:
+            raise SeqloomError(
+                "model.lora with model.spec: adapters are for Hugging Face models; name a folder, or take it out"
+            )
+        if self.lora is not None and self.float8:
+            raise SeqloomError(
+                "model.lora with model.float8 = true: products of adapters are too narrow; set it to false"
+            )
         if self.float8 and self.dtype != "bfloat16":
             raise SeqloomError(
                 f"model.float8 = true with model.dtype = {self.dtype!r}: products in float8 return bfloat16; set dtype "
@@ -127,6 +152,8 @@ class Data:
     """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600."""
     validation: Path | None = None
     """Documents for evaluation, in either form."""
+    validation_share: Decay = 0.0
+    """Instead: this share of the documents of `source` is for evaluation, and not trained on. By `run.seed`."""
     sequences: Positive | None = None
     """Documents in a step. Either this or `tokens`."""
     tokens: Length | None = None
@@ -139,8 +166,18 @@ class Data:
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     """What happens to longer ones; they are counted and reported."""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are documents for evaluation."""
+        return self.validation is not None or self.validation_share > 0
+
     def __post_init__(self) -> None:
         _require_one(self, "data", "sequences", "tokens")
+        if self.validation is not None and self.validation_share:
+            raise SeqloomError(
+                f"data.validation_share = {self.validation_share} beside data.validation, which names the documents of "
+                "evaluation; leave one of them out"
+            )
         if self.batches == "hbp" and self.tokens is None:
             raise SeqloomError(
                 "data.batches = 'hbp' without data.tokens: packs fill a step of so many tokens; give tokens instead of "
@@ -315,10 +352,10 @@ class Config:
     log: Logging = field(default_factory=Logging)
 
     def __post_init__(self) -> None:
-        if self.evaluation.every and self.data.validation is None:
+        if self.evaluation.every and not self.data.evaluates:
             raise SeqloomError(
                 f"evaluation.every = {self.evaluation.every} without data.validation; name the documents to evaluate "
-                "on, or set every to 0"
+                "on, or a data.validation_share of the source, or set every to 0"
             )
         if self.run.steps is not None and self.schedule.warmup > self.run.steps:
             raise SeqloomError(
@@ -399,9 +436,14 @@ class Config:
 
 # ---- Overrides
 
+TABLES = ("model.lora",)
+"""Keys that hold keys of their own."""
+
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Read `section.key=value` of a command line into a mapping of sections to keys; a later one wins.
+
+    A table in a section is spelt out: `model.lora.rank=8`.
 
     A value is a number, true, false, "a text" or [a list], as in the file. What TOML cannot read is a text without
     quotes: `plan.planner=flex`. Nothing after the `=` means None: the key is as if the file did not have it.
@@ -409,10 +451,16 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
-        section, dot, key = name.strip().partition(".")
-        if not (equals and dot and section and key) or "." in key:
+        section, *keys = name.strip().split(".")
+        in_table = len(keys) == 2 and f"{section}.{keys[0]}" in TABLES
+        if not (equals and (len(keys) == 1 or in_table) and section and all(keys)):
             raise SeqloomError(f"override {override!r}: spell it section.key=value, for example optimiser.lr=1e-4")
-        sections.setdefault(section, {})[key] = _parse_value(text.strip(), override)
+        place = sections.setdefault(section, {})
+        if in_table:
+            if not isinstance(place.get(keys[0]), dict):
+                place[keys[0]] = {}
+            place = place[keys[0]]
+        place[keys[-1]] = _parse_value(text.strip(), override)
     return sections
 
 
@@ -422,7 +470,10 @@ def merge_overrides(content: dict[str, Any], overrides: dict[str, dict[str, Any]
     for section, keys in overrides.items():
         before = result.get(section, {})
         if isinstance(before, dict):  # otherwise the type check that follows says what is wrong with it
-            result[section] = {key: value for key, value in (before | keys).items() if value is not None}
+            tables = {key: value for key, value in keys.items() if isinstance(value, dict)}
+            inner = {key: value for key, value in before.items() if isinstance(value, dict) and key in tables}
+            own = before | keys | merge_overrides(inner, tables)
+            result[section] = {key: value for key, value in own.items() if value is not None}
     return result
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from seqloom.api import cost_models
 from seqloom.cost import CostModel
-from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source
+from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source, split_source
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.huggingface import position_rows
 from seqloom.errors import MemoryBudgetError, SeqloomError
@@ -87,7 +87,7 @@ class RunSetup:
                 f"model {spec.name} is not causal: labels of a run are the next tokens, and its tokens see those; use "
                 "a causal model, or train this one in a loop of your own, with a label for what each position hides"
             )
-        source = open_documents(config.data.source, config, spec)
+        source = open_documents(config, spec)
         longest = int(source.lengths.max())
         offload = choices.offload_optimiser if choices else choose_optimiser_offload(config, spec, ranks, longest)
         config = replace(config, optimiser=replace(config.optimiser, offload=offload))
@@ -122,9 +122,9 @@ class RunSetup:
 
     def validation(self) -> tuple[Source, list[Batch]]:
         """Return the documents of evaluation, and its batches: always the same ones."""
-        if self.config.data.validation is None:
+        if not self.config.data.evaluates:
             raise SeqloomError("data.validation is not set; name the documents to evaluate on")
-        source = open_documents(self.config.data.validation, self.config, self.spec)
+        source = open_documents(self.config, self.spec, evaluation=True)
         return source, make_sampler(self.config, source).peek(self.config.evaluation.batches)
 
 
@@ -141,9 +141,16 @@ def load_model_spec(config: Config) -> ModelSpec:
     return ModelSpec.load(str(folder))
 
 
-def open_documents(path: Path, config: Config, spec: ModelSpec) -> Source:
-    """Open the documents of training or evaluation, under the config's limit of length, and refuse too long ones."""
+def open_documents(config: Config, spec: ModelSpec, *, evaluation: bool = False) -> Source:
+    """Open the documents of training or evaluation, under the config's limit of length, and refuse too long ones.
+
+    A share for evaluation is set aside before the limit, which then moves no document from one to the other.
+    """
+    data = config.data
+    path = data.validation if evaluation and data.validation is not None else data.source
     source: Source = open_source(path, vocabulary=spec.vocabulary)
+    if data.validation_share:
+        source = split_source(source, data.validation_share, seed=config.run.seed)[evaluation]
     if config.data.max_length is not None:
         source = LengthLimitedSource(source, config.data.max_length, config.data.too_long)
     folder, longest = config.model.huggingface, int(source.lengths.argmax())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from seqloom.data import IGNORE_INDEX, LengthLimitedSource, open_source
+from seqloom.data import IGNORE_INDEX, LengthLimitedSource, open_source, split_source
 from seqloom.data.source import SyntheticSource
 from seqloom.errors import SeqloomError
 
@@ -88,3 +88,34 @@ def test_a_vocabulary_that_is_too_small_is_refused():
 def test_nothing_is_refused(documents, longest):
     with pytest.raises(SeqloomError, match="make 1 of 2 at least"):
         SyntheticSource(documents, longest)
+
+
+@pytest.mark.parametrize(
+    ("documents", "share", "count"), [(400, 0.1, 40), (400, 0.001, 1), (3, 0.5, 2), (400, 0.99, 396)]
+)
+def test_a_split_has_every_document_once(documents, share, count):
+    whole = SyntheticSource(documents, 64)
+    training, evaluation = split_source(whole, share, seed=5)
+    assert (len(training), len(evaluation)) == (documents - count, count)
+    assert sorted([*training.documents, *evaluation.documents]) == list(range(documents))
+    for part in (training, evaluation):
+        assert np.all(np.diff(part.documents) > 0) and part.vocabulary == whole.vocabulary
+        for number in {0, len(part) - 1}:
+            document, length = int(part.documents[number]), int(part.lengths[number])
+            assert (length, part.valid[number]) == (whole.lengths[document], whole.valid[document])
+            assert part.tokens(number, 0, length).tolist() == whole.tokens(document, 0, length).tolist()
+            assert [each.tolist() for each in part.rows(number, 1, length)] == [
+                each.tolist() for each in whole.rows(document, 1, length)
+            ]
+
+
+def test_a_split_follows_from_its_seed_alone():
+    whole = SyntheticSource(400, 64)
+    first, again, other = (split_source(whole, 0.1, seed=seed)[1].documents.tolist() for seed in (5, 5, 6))
+    assert first == again != other
+    few = [split_source(whole, share, seed=5)[1].documents for share in (0.05, 0.1)]
+    assert set(few[0].tolist()) < set(few[1].tolist()), "a larger share has those of a smaller one"
+    with pytest.raises(SeqloomError, match=r"a share of 0.9 of the 3 documents .* leaves none to train on; lower"):
+        split_source(SyntheticSource(3, 64), 0.9, seed=0)
+    with pytest.raises(SeqloomError, match=r"\[0:99\) is not inside"):
+        split_source(whole, 0.1, seed=5)[0].rows(0, 0, 99)

@@ -13,6 +13,7 @@ from seqloom.reader import build
 from seqloom.train.config import (
     MODEL_FILES,
     Config,
+    Lora,
     Optimiser,
     Run,
     fetch_model,
@@ -112,6 +113,17 @@ def test_values_of_overrides():
     assert merge_overrides({"a": {"n": 1, "k": 2}}, {"a": {"n": None}, "c": {"x": 1}}) == {"a": {"k": 2}, "c": {"x": 1}}
 
 
+def test_keys_of_a_table_are_overridden_one_by_one(write):
+    text = LEAST.replace('spec = "qwen3-0.6b"', 'huggingface = "."\nlora = { rank = 4, alpha = 3.0 }')
+    assert text != LEAST
+    config = Config.load(write(text), ["model.lora.rank=8", "model.lora.targets=['q_proj']", "model.lora.alpha="])
+    assert config.model.lora == Lora(rank=8, targets=("q_proj",))
+    assert Config.load(write(text), ["model.lora="]).model.lora is None
+    assert Config.load(write(text), ["model.lora=", "model.lora.rank=2"]).model.lora == Lora(rank=2, alpha=3.0)
+    with pytest.raises(SeqloomError, match=r"unknown key 'model.lora.ranks'; did you mean 'rank'"):
+        Config.load(write(text), ["model.lora.ranks=8"])
+
+
 @pytest.mark.parametrize("override", ["lr=1", "optimiser.lr", "a.b.c=1", ".lr=1", "optimiser.=1"])
 def test_overrides_that_are_not_dotted_are_refused(override, write):
     with pytest.raises(SeqloomError, match=r"spell it section\.key=value"):
@@ -164,6 +176,7 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
         ("schedule.final=1.5", r"schedule.final = 1.5: input should be less than or equal to 1"),
         ("schedule.warmup=11", r"schedule.warmup = 11 is more than run.steps = 10"),
         ("evaluation.every=5", r"evaluation.every = 5 without data.validation"),
+        ("data.validation_share=1.0", r"data.validation_share = 1.0: input should be less than 1"),
         ("evaluation.batches=0", r"evaluation.batches = 0: input should be greater than or equal to 1"),
         ("checkpoint.keep=0", r"checkpoint.keep = 0: input should be greater than or equal to 1"),
         ("log.every=0", r"log.every = 0: input should be greater than or equal to 1"),
@@ -293,3 +306,12 @@ def test_a_config_has_the_folder_and_asks_for_it_only_where_it_is_wanted(cache, 
 
 def test_only_files_that_a_run_needs_are_wanted():
     assert not any(pattern.endswith((".py", ".bin")) for pattern in MODEL_FILES)
+
+
+def test_a_share_for_evaluation_excludes_documents_of_their_own(write):
+    config = Config.load(write(LEAST), ["data.validation_share=0.25", "evaluation.every=2"])
+    assert config.data.evaluates and config.data.validation is None
+    with pytest.raises(
+        SeqloomError, match=r"data.validation_share = 0.25 beside data.validation.*leave one of them out"
+    ):
+        Config.load(write(LEAST), ["data.validation_share=0.25", "data.validation=other"])

@@ -431,3 +431,17 @@ def test_a_folder_without_a_config_is_named(tmp_path):
     (tmp_path / "model" / "config.json").unlink()
     with pytest.raises(SeqloomError, match=r"model.huggingface = .*: no config.json in it; give the folder of a model"):
         RunSetup.load(config, 4)
+
+
+def test_a_share_is_set_aside_before_the_limit_of_length():
+    def parts(*settings):
+        words = ["data.source=toy:200", "data.validation=", "data.validation_share=0.2", "run.steps=2", *settings]
+        setup = RunSetup.load(Config.load(RECIPES / "tiny-cpu.toml", [*words, "schedule.warmup=1"]), 2)
+        return setup.source, setup.validation()[0]
+
+    whole, limited = parts("data.max_length=4096"), parts("data.max_length=300", "data.too_long=drop")
+    assert [len(part) for part in whole] == [160, 40]
+    for part, short in zip(whole, limited, strict=True):
+        kept = [number for number, length in enumerate(part.lengths.tolist()) if length <= 300]
+        assert short.lengths.tolist() == part.lengths[kept].tolist() and 0 < len(kept) < len(part)
+        assert short.tokens(3, 0, 5).tolist() == part.tokens(kept[3], 0, 5).tolist()

@@ -7,6 +7,8 @@
 Of a model of images and text the language model inside is trained and written, a causal model of its own; the other
 parameters of its files are not read.
 
+With `model.lora` adapters of peft are trained alone (`integrations.lora`), and written to `run.output`/adapter as well.
+
 The model is built without values. Its parameters are read from the files one by one, when they are cut into shards, and
 of divided experts a rank's own alone (`weights`); where transformers does more with what is in the files than renaming
 tensors and joining experts, it loads all of it to the host's memory. The trained model is written to
@@ -34,6 +36,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from seqloom.describe import ModelSpec
 from seqloom.describe.huggingface import has_known_type
 from seqloom.errors import SeqloomError
+from seqloom.integrations.lora import adapter_reader, add_adapters, merge_adapters, write_adapters
 from seqloom.integrations.transformers.attach import attach, model_adapter
 from seqloom.integrations.transformers.checks import decoder_of
 from seqloom.integrations.transformers.describe import LOCAL, describe_folder, from_config, language_model_config
@@ -64,6 +67,9 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
     try:
         with no_progress_bars():
             model, read = _build(folder, config.model.seed, device, dtype)
+            if config.model.lora is not None:
+                model = add_adapters(model, config.model.lora, folder)
+                read = None if read is None else adapter_reader(model, read, config.model.seed)
     except SeqloomError:
         raise
     except Exception as error:  # whatever the class may raise for this config, and files for what is in them
@@ -91,6 +97,10 @@ def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torc
     """
     final, model = config.run.output / "model", cast("Any", module)
     folder = cast("Path", config.model.huggingface)
+    if config.model.lora is not None:
+        with atomic_folder(config.run.output / "adapter", SafetensorError) as partial:
+            write_adapters(partial, model, state)
+        model, state = _without_adapters(model, folder, state)
     tokenizer = {path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
     with atomic_folder(final, SafetensorError) as partial:
         with no_progress_bars():
@@ -98,6 +108,17 @@ def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torc
         for path in sorted(tokenizer):
             shutil.copy(path, partial / path.name)
     return final
+
+
+def _without_adapters(
+    wrapped: Any, folder: Path, state: Mapping[str, torch.Tensor]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a model of the folder without values, and those of a wrapped one with its adapters added."""
+    merged = merge_adapters(wrapped, state)
+    with torch.device("meta"), no_progress_bars():
+        model = from_config(folder, next(iter(merged.values())).dtype)
+    model.generation_config = wrapped.get_base_model().generation_config
+    return model, merged
 
 
 def describe_huggingface(config: Config) -> ModelSpec:
@@ -114,11 +135,17 @@ def describe_huggingface(config: Config) -> ModelSpec:
 
 def huggingface_notes(config: Config) -> Sequence[str]:
     """Say so where only a part of a folder's model is trained."""
-    text = _language_model_of(cast("Path", config.model.huggingface))
-    if text is None:
-        return ()
-    trained = f"the language model inside, a {text.model_type}, is trained, and written by itself"
-    return (f"{trained}; the parameters for images are left out",)
+    text, lora, notes = _language_model_of(cast("Path", config.model.huggingface)), config.model.lora, []
+    if text is not None:
+        trained = f"the language model inside, a {text.model_type}, is trained, and written by itself"
+        notes.append(f"{trained}; the parameters for images are left out")
+    if lora is not None:
+        where = ", ".join(lora.targets) or "all linear layers"
+        notes.append(
+            f"LoRA of rank {lora.rank} on {where} is trained, all else is frozen; plans still count gradients and "
+            "optimiser state of all parameters"
+        )
+    return notes
 
 
 HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface, describe_huggingface, huggingface_notes)
