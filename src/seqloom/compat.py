@@ -231,7 +231,8 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             f"{tensor.nbytes / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {int(error)}); set "
             "optimiser.offload = false, allow more locked memory (ulimit -l), or use more nodes"
         )
-    weakref.finalize(pages, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
+    unpin = weakref.finalize(pages, runtime.cudaHostUnregister, tensor.data_ptr())
+    unpin.atexit = False  # pyrefly: ignore[missing-attribute] - the process gives all of it back
     return tensor
 
 

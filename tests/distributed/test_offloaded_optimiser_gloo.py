@@ -11,12 +11,11 @@ from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_actions import bind_plan
 from seqloom.layout import Span
 from seqloom.models.layer_wrapper import recompute_layers
-from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
+from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters, host_adamw
 from seqloom.params.host_masters import copy_to_shards
 from seqloom.params.interface import local_tensor
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.schedules import build_schedule
-from seqloom.train import host_adamw
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Optimiser
 from seqloom.train.optim import make_optimiser, set_learning_rate, state_by_name

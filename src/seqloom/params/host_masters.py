@@ -1,6 +1,6 @@
 """Master weights in host memory, beside what the device has of them: an optimiser that is offloaded.
 
-    host, pinned     master rows of this rank, float32         (and the optimiser's moments, `train.host_adamw`)
+    host, pinned     master rows of this rank, float32         (and the optimiser's moments, `params.host_adamw`)
     device           the same rows in the dtype that layers compute in, and their gradient in float32
 
 Layers' parameters are gathered from the rows of the device. The optimiser updates the master and writes the rows.

@@ -35,13 +35,13 @@ from seqloom.engine import RankPlan, StepResult, bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import ModelAdapter, Transformer
+from seqloom.params.host_adamw import cpu_threads, threads_of_rank
 from seqloom.plan import Checkpoint, Method, Plan, Sharding, Stage, StageMicroBatch
 from seqloom.planners.pipeline import plan_pipeline
 from seqloom.planners.problem import build_plan
 from seqloom.profiling.kernels import TimingSettings, synchronize, time_kernels
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.config import Optimiser
-from seqloom.train.host_adamw import cpu_threads, threads_of_rank
 from seqloom.train.model import make_sharded_optimiser, prepare_layers, shard_parameters
 from seqloom.train.trainer import gather_values
 

@@ -31,11 +31,11 @@ from seqloom.models import (
 from seqloom.models.adapter import DeferredParameters
 from seqloom.models.files import load_options, model_config, parameter_reader, write_model
 from seqloom.params import FSDPParameters, Parameters, PipelineFSDP, Placement, ReshardingParameters
+from seqloom.params.host_adamw import threads_of_rank
 from seqloom.params.interface import ParameterShard, trained_parameters
 from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.config import Config, Optimiser
-from seqloom.train.host_adamw import threads_of_rank
 from seqloom.train.optim import make_optimiser
 from seqloom.train.run_folder import atomic_folder, shape_name
 from seqloom.train.setup import Describe, load_model_spec

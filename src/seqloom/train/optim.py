@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
-from seqloom.train.host_adamw import HostAdamW
+from seqloom.params.host_adamw import HostAdamW
 
 if TYPE_CHECKING:
     from seqloom.train.config import Optimiser, Schedule

@@ -19,16 +19,13 @@ checkpoints. A step whose gradient is no number or zero, or that fails a check, 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from seqloom.api import Evaluation
@@ -75,6 +72,7 @@ from seqloom.train.model import (
     shard_parameters,
 )
 from seqloom.train.optim import check_gradients, learning_rate, set_learning_rate, state_by_name
+from seqloom.train.plan_broadcast import PlanBroadcast, gather_vectors
 from seqloom.train.run_folder import REPORT_FILE, DamagedCheckpointError, resumed_checkpoint
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
 from seqloom.train.signals import blocked_signals
@@ -136,7 +134,7 @@ class Trainer(AbstractContextManager):
             self.start_step = self.load_checkpoint()
             self._checks = StepChecks(
                 *(setup, transport, self.parameters, self.bind, self.plans.broadcast),
-                *(partial(_gather, transport=transport), self._compute_dtype, self.device),
+                *(partial(gather_vectors, transport=transport), self._compute_dtype, self.device),
             )
             self._checked = 0
             if self.feedback is not None:
@@ -569,98 +567,6 @@ class Trainer(AbstractContextManager):
         return self._closing.enter_context(metrics)
 
 
-class StepPlanner(Protocol):
-    """Makes the plans of steps; see `PlanAhead`."""
-
-    def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
-        """Have the plan of a coming step made; returns at once."""
-        ...
-
-    def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
-        """Return the plan of a step, waiting for it if need be."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class PlanBroadcast:
-    """The plans of a run, as one rank sees them: rank 0 has them made ahead and broadcasts each when its step begins.
-
-    `ahead` makes the plans, on rank 0; None on others.
-    """
-
-    transport: Transport
-    ahead: StepPlanner | None
-    device: torch.device | str = "cpu"
-    _hash_compared: bool = field(default=False, init=False)  # every rank has hashed a plan as it reads it
-
-    def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
-        """Have the plan of a coming step made; does nothing on other ranks than 0."""
-        if self.ahead is not None:
-            self.ahead.submit(step, lengths)
-
-    def use_factors(self, factors: Factors) -> None:
-        """Have plans that are submitted from now on priced by other factors; does nothing on other ranks than 0."""
-        if isinstance(self.ahead, PlanAhead):
-            self.ahead.factors = factors
-
-    def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
-        """Return the plan of a step, the same on all ranks; all ranks call it.
-
-        Rank 0 decides, also whether the fallback planner is used. Times are those of rank 0. Every rank raises when the
-        plan is not one for this step and these lengths on all ranks, or when they read the first plan differently.
-        """
-        content: Any = None
-        if self.ahead is not None:
-            try:
-                step_plan = self.ahead.take(step, lengths)
-                content = {each.name: getattr(step_plan, each.name) for each in fields(step_plan) if each.init}
-            except SeqloomError as error:  # all ranks refuse together and none waits
-                content = {"error": str(error)}
-        content = self._broadcast(content)
-        if "error" in content:
-            raise SeqloomError(f"step {step} cannot be planned: {content['error']}")
-        step_plan = StepPlan(**content)
-        self.check_all_ranks(step, lengths, step_plan)
-        return step_plan
-
-    def broadcast(self, plans: Sequence[Plan] | None) -> list[Plan]:
-        """Return the plans of rank 0 on all ranks, which all call it; others than rank 0 give None."""
-        texts = self._broadcast(None if plans is None else [plan.to_json() for plan in plans])
-        return [Plan.from_json(text) for text in texts]
-
-    def _broadcast(self, content: Any) -> Any:
-        """Return what rank 0 gives, which JSON can hold; others give None."""
-        payload = None if content is None else json.dumps(content).encode()
-        return json.loads(self.transport.broadcast(payload))
-
-    def check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
-        """Compare step, lengths, factors and, of the first plan, the hash over all ranks, before any acts on them.
-
-        All ranks get the same text. They hash what they have read of the first one, to notice a rank of another
-        version; hashing takes as long as writing the plan to JSON.
-        """
-        plan = step_plan.plan
-        matches = [step_plan.step == step, list(plan.documents) == np.asarray(lengths).tolist()]
-        digest = step_plan.plan_hash if self._hash_compared else plan.hash
-        self._hash_compared = True
-        factors = Factors(*step_plan.factors).digest
-        mine = [*map(int, matches), int(digest[:15], 16), int(factors or "0", 16), step]
-        rows = _gather(torch.tensor(mine, dtype=torch.int64, device=self.device), self.transport).tolist()
-        for rank, (same_step, same_lengths, *digests, its_step) in enumerate(rows):
-            if not same_step:
-                its_plan = f"the plan is for step {step_plan.step}"
-                raise SeqloomError(f"rank {rank} is at step {its_step}, {its_plan}; start again")
-            if not same_lengths:
-                raise SeqloomError(
-                    f"step {step}: the batch of rank {rank} has other lengths than the plan; "
-                    "all ranks must read the same data with the same sampler state"
-                )
-            if digests != rows[0][2:4]:
-                raise SeqloomError(
-                    f"step {step}: rank {rank} holds another plan than rank 0; run one version on all ranks"
-                )
-
-
 def _reserved_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_reserved(device) / GIB
 
@@ -734,7 +640,7 @@ def find_peak_flops(described: Device, device: torch.device) -> float | None:
 
 def gather_values(values: Sequence[float], transport: Transport, device: torch.device) -> torch.Tensor:
     """Return the values of all ranks, which wait for each other here; float64[ranks, values]."""
-    return _gather(torch.tensor(values, dtype=torch.float64, device=device), transport)
+    return gather_vectors(torch.tensor(values, dtype=torch.float64, device=device), transport)
 
 
 def gather_slices(mine: Sequence[TimeSlice], transport: Transport, device: torch.device) -> list[list[TimeSlice]]:
@@ -747,10 +653,3 @@ def gather_slices(mine: Sequence[TimeSlice], transport: Transport, device: torch
         [TimeSlice(SLICES[int(row[0])], row[1], row[2], int(row[3]), int(row[4])) for row in own if row[0] >= 0]
         for own in everyone
     ]
-
-
-def _gather(mine: torch.Tensor, transport: Transport) -> torch.Tensor:
-    """All-gather a vector of every rank: [n] -> [ranks, n]."""
-    everyone = mine.new_empty(transport.ranks * len(mine))
-    transport.all_gather(everyone, mine, range(transport.ranks))
-    return everyone.view(-1, len(mine))

@@ -17,7 +17,8 @@ from seqloom.plan import Plan, json
 from seqloom.planners import make_plan
 from seqloom.planners.plan_ahead import StepPlan
 from seqloom.train import trainer
-from seqloom.train.trainer import PlanBroadcast, gather_slices
+from seqloom.train.plan_broadcast import PlanBroadcast
+from seqloom.train.trainer import gather_slices
 
 COST = cost_model("1x4xH200", "llama3-8b")
 LENGTHS = [512, 700, 3_300, 40]

@@ -42,7 +42,8 @@ from seqloom.planners.plan_ahead import StepPlan
 from seqloom.planners.registry import PlannerChoice
 from seqloom.simulate import predicted_ns
 from seqloom.train.launch import described_device
-from seqloom.train.trainer import PlanBroadcast, step_seed
+from seqloom.train.plan_broadcast import PlanBroadcast
+from seqloom.train.trainer import step_seed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

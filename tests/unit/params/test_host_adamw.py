@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from seqloom.params import host_adamw
 from seqloom.params.host_masters import copy_to_shards, device_shard, host_copy, host_master
-from seqloom.train import host_adamw
 from seqloom.train.config import Optimiser
 from seqloom.train.optim import make_optimiser, set_learning_rate, state_by_name
 
