@@ -1,4 +1,4 @@
-"""The plans of a run's steps: rank 0 has them made ahead and broadcasts each when its step begins; all ranks compare."""
+"""The plans of a run's steps: rank 0 has them made ahead and broadcasts each at its step's begin; all ranks compare."""
 
 from __future__ import annotations
 
