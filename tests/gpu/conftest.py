@@ -12,7 +12,7 @@ LONG = {
 
 
 def pytest_collection_modifyitems(items):
-    """Let such warnings pass in this folder; its tests of minutes come first, and the others fill the time beside them."""
+    """Let such warnings pass in this folder; its tests of minutes come first, the others fill the time beside them."""
     here = {item for item in items if Path(__file__).parent in item.path.parents}
     for item in here:
         item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
