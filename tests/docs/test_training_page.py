@@ -35,7 +35,8 @@ def test_the_page_runs(tmp_path, run_block):
     for language, block in blocks:
         run_block(language, block)
     made = {path.name for path in (tmp_path / "build" / "tiny-cpu").iterdir()}
-    assert made == {"checkpoints", "metrics.jsonl", "model"} == set(re.findall(r"^ {6}([\w.]+)", PAGE, re.MULTILINE))
+    listed = set(re.findall(r"^ {6}([\w.]+)", PAGE, re.MULTILINE))
+    assert made == listed == {".lock", "checkpoints", "metrics.jsonl", "model", "report.html"}
 
 
 def test_every_figure_of_a_step_is_explained():
