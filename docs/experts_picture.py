@@ -94,7 +94,7 @@ def _tokens(top: int) -> Iterator[str]:
 
 
 def _arrived(top: int) -> Iterator[str]:
-    yield _text(20, top + 14, "2  After dispatch: a row for every token with experts here, sent once", "title")
+    yield _text(20, top + 14, "2  After dispatch: a row per token with experts here", "title")
     for rank in range(RANKS):
         y, got = top + 36 + rank * ROW, arriving(rank)
         yield _text(20, y + 21, f"rank {rank}   (experts {', '.join(map(str, own_experts(rank)))})")
@@ -105,7 +105,7 @@ def _arrived(top: int) -> Iterator[str]:
 
 
 def _weights(top: int) -> Iterator[str]:
-    yield _text(20, top + 14, "3  Weights: experts by EP index, each sharded over the ranks that have it", "title")
+    yield _text(20, top + 14, "3  Weights: each expert sharded over its ranks", "title")
     for rank in range(RANKS):
         y, peer = top + 36 + rank * ROW, rank // DEGREE
         yield _text(20, y + 21, f"rank {rank}   (with rank {(rank + DEGREE) % RANKS})")
