@@ -23,6 +23,7 @@ def trained(seqloom_here, folder, ranks, *settings):
     return logged(folder, "loss"), logged(folder, "evaluation_loss")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_share_is_one_with_two_stores(seqloom_here, tmp_path):
     whole = open_source("toy:40")
     for name, part in zip(("training", "evaluation"), split_source(whole, 0.2, seed=0), strict=True):

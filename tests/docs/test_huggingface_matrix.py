@@ -90,7 +90,9 @@ def test_shapes_from_the_config_are_those_of_the_modules(matrix, tmp_path, model
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("model_type", ["ernie4_5", "zamba2", "gemma4"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ernie4_5", "zamba2"))]
+)
 def test_the_commands_plan_verify_and_train(matrix, tmp_path, model_type):
     """Of types that no table has: plain, with scans and layers that share parameters, with a language model inside."""
     config = matrix.tiny_config(model_type)
@@ -109,6 +111,7 @@ def test_what_commands_do_wrong_is_found(matrix):
     assert "in 2 stages" in matrix.compare_runs(3.0, [right, right._replace(losses=(3.0, 2.1))])
 
 
+@pytest.mark.slow
 def test_refused_types_are_refused_by_check_with_the_reason_of_the_page(matrix, tmp_path):
     """With exit code 2, and the feature, where it is, why not, and the way out: `refusal` reads all of it."""
     refused = {name: each.what for name, each in matrix.what_page_says(PAGE).items() if each.what.startswith("refused")}

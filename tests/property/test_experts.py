@@ -115,7 +115,7 @@ def test_models_of_transformers(threads, name, routed, data):
     assert max(found.worst(wanted) for found in results) < 1e-6  # routers of transformers compute in float32
 
 
-@settings(max_examples=20)
+@settings(max_examples=max(1, settings().max_examples // 8))
 @given(st.data())
 def test_random_pipelines_whose_tp_groups_divide_experts(threads, data):
     """Stages of tensor degree 1 and 2 beside each other, in pieces, moved from one layout of parameters to another."""
