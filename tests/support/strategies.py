@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel
-from seqloom.describe import Cluster, ModelSpec
+from seqloom.describe import Adapters, Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.plan import (
@@ -278,6 +278,10 @@ MIXTURE = ModelSpec(
     **{"experts": 24, "active_experts": 4, "expert_ffn": 512, "shared_ffn": 512, "moe_layers": tuple(range(1, 12))},
 )
 """A model whose experts many degrees divide."""
+ADAPTED = replace(
+    ModelSpec.load("qwen3-4b"), name="qwen3-4b-lora", adapters=(Adapters(), *[Adapters(16, 4, 9_000, 8_000, True)] * 35)
+)
+"""A model of which adapters alone are trained, in all layers but one."""
 
 
 @st.composite
@@ -299,7 +303,7 @@ def cost_models(
     tier = draw(st.integers(0, 3))
     if published:
         return roomy_cost_model(f"{nodes}x{gpus}xA100-40G", "gpt-7b", "flexsp-a100", sharding, tier)
-    model = draw(st.sampled_from(("qwen3-0.6b", "qwen3-4b", "llama3-8b", "minicpm3-4b", MIXTURE.name)))
+    model = draw(st.sampled_from(("qwen3-0.6b", "qwen3-4b", "llama3-8b", "minicpm3-4b", MIXTURE.name, ADAPTED.name)))
     cluster = f"{nodes}x{gpus}x{draw(st.sampled_from(('H100', 'H200')))}"
     found = roomy_cost_model(cluster, model, None, sharding, tier)
     return found.with_expert(draw(st.sampled_from(found.expert_degrees)))
@@ -308,7 +312,8 @@ def cost_models(
 @lru_cache(maxsize=1024)
 def roomy_cost_model(cluster: str, model: str, profile: str | None, sharding: str, tier: int) -> CostModel:
     """The cost model of the ``tier``-th of a list of budgets that hold the model at all, or of the largest."""
-    parts = (Cluster.parse(cluster), MIXTURE if model == MIXTURE.name else ModelSpec.load(model), profile, sharding)
+    own = next((spec for spec in (MIXTURE, ADAPTED) if spec.name == model), None)
+    parts = (Cluster.parse(cluster), own or ModelSpec.load(model), profile, sharding)
     found: list[CostModel] = []
     for budget in (14.0, 24.0, 40.0, 75.0, 130.0, 150.0, 260.0):
         try:

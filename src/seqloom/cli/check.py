@@ -74,9 +74,14 @@ def check(
 
 
 def _describe(config: Config) -> ModelSpec:
-    """Return the shapes of a run's model; only a folder of a type that no table has needs torch for it."""
+    """Return the shapes of a run's model; only adapters and types that no table has need torch."""
     from seqloom.train.setup import load_model_spec
 
+    if config.model.lora is not None:
+        import_extra("checking the model of this run", "train,hf", "torch")
+        from seqloom.cli.train import model_family_of
+
+        return model_family_of(config).describe(config)
     folder = config.model.huggingface
     return load_model_spec(config) if folder is None else shared.load_model(folder)
 
@@ -123,6 +128,7 @@ def _as_dict(
         **shared.cost_dict(run.setup.cost),
         "ranks": run.setup.cost.ranks,
         "steps": run.setup.steps,
+        "parameters": _parameters(run.setup.spec),
         "epochs": run.setup.steps / run.training.batches,
         "training": asdict(run.training),
         "validation": None if run.validation is None else asdict(run.validation),
@@ -142,6 +148,12 @@ def _as_dict(
         },
         "warnings": notes,
     }
+
+
+def _parameters(spec: ModelSpec) -> dict[str, int]:
+    """Return how many parameters the model has, without a table of positions, and how many are trained."""
+    every = spec.parameters()
+    return {"all": every, "trained": spec.adapter_parameters or every}
 
 
 def _figures(planned: PredictedSteps) -> dict[str, Any]:
@@ -177,6 +189,13 @@ def _draw(
     from seqloom.view.format import duration
 
     typer.echo(shared.cost_line(run.setup.cost))
+    if run.setup.spec.adapters:
+        parameters = _parameters(run.setup.spec)
+        share = 100 * parameters["trained"] / parameters["all"]
+        typer.echo(
+            f"adapters: {parameters['trained']:,} of {parameters['all']:,} parameters are trained ({share:.2g} %); the "
+            "frozen ones count without gradients and moments"
+        )
     typer.echo(f"training: {_documents_line(run.training)}")
     if run.validation is not None:
         typer.echo(f"validation: {_documents_line(run.validation)}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from seqloom.cost.shapes import GroupShape
+from seqloom.describe.model import Adapters
 from seqloom.plan import Checkpoint
 from seqloom.plan.round import even_ranges
 
@@ -74,7 +75,8 @@ def layer_values(model: ModelSpec, tensor: int = 1, imbalance: float = 1.0) -> t
         attends, mixed = window != 0, model.mixer_values if layer in mixers else 0
         saved = (2 + 2 * tensor) * model.hidden + attends * (3 * query + 2 * kv + latents) + mixed
         touched = 10 * model.hidden + attends * 2 * (query + kv) + 2 * mixed
-        values.append(LayerValues(saved + ffn.saved, touched + ffn.touched))
+        own = model.adapters[layer] if model.adapters else Adapters()
+        values.append(LayerValues(saved + ffn.saved + own.saved, touched + ffn.touched + own.touched))
     return tuple(values)
 
 
@@ -212,10 +214,10 @@ class Compute:
 
     def linear(self, checkpoint: Checkpoint) -> float:
         """ns per token on one rank for all layers, forward and backward, with recomputation."""
-        return self._layers_ns(self._matmul_parameters, self._values, checkpoint)
+        return self._layers_ns(self._matmul_parameters, self._values, checkpoint, self.model.adapter_parameters)
 
     def feed_forward(self, checkpoint: Checkpoint) -> float:
-        """ns per token of what ``linear`` spends in feed-forward layers."""
+        """ns per token of what ``linear`` spends in feed-forward layers, without adapters."""
         parameters = self._matmul_parameters - self.model.mixing_parameters
         return self._layers_ns(parameters, feed_forward_values(self.model, self.imbalance), checkpoint)
 
@@ -224,22 +226,47 @@ class Compute:
         model, layers = self.model, len(self.model.moe_layers)
         if not layers:
             return ExpertTimes(0.0, 0.0, 0.0, 0.0, 1.0)
-        passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
+        passes = (4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3) - self._frozen
         met, values = self._routed_parameters, (routed_values(model, self.imbalance),) * layers
         token_ns, products = self._layers_ns(met, values, checkpoint), self._layers_ns(met, (), checkpoint)
         read_ns = passes * 2 / self.memory_gb_s  # of a weight, or to write its gradient
         every = layers * model.expert_parameters(model.experts) / parts
         return ExpertTimes(token_ns, products / token_ns, read_ns * met / token_ns, read_ns * every, self.imbalance)
 
-    def _layers_ns(self, parameters: int, values: tuple[LayerValues, ...], checkpoint: Checkpoint) -> float:
+    def _layers_ns(
+        self, parameters: int, values: tuple[LayerValues, ...], checkpoint: Checkpoint, adapters: int = 0
+    ) -> float:
         """ns per token: a forward is 2 FLOPs per parameter met and moves bf16 values at memory speed, backward twice.
 
-        Recomputing adds a forward.
+        Recomputing adds a forward. Of frozen parameters a backward has the input's gradient alone; `adapters` are so
+        many parameters that are trained beside them.
         """
         passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
         touched = sum(layer.touched for layer in values)
         products = self._product_time_ratio(passes) * (2 * parameters / (self.matmul_tflops * 1e3))
+        if self._frozen:
+            products = (passes - 1) / passes * products + 2 * adapters / (self.matmul_tflops * 1e3)
         return passes * (products + 2 * touched / self.memory_gb_s)
+
+    @property
+    def _frozen(self) -> bool:
+        """Whether the model's own weights have no gradients."""
+        return bool(self.model.adapters)
+
+    def forward_shares(self, checkpoint: Checkpoint) -> dict[str, float]:
+        """Share of forward in the parts that products of frozen weights are in; {} where all weights are trained."""
+        if not self._frozen:
+            return {}
+        passes, single = (4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3), GroupShape(1, 1)
+        routed, scans = self.experts(checkpoint, 1), self.scan(single, checkpoint)
+        linear = self.linear(checkpoint) - routed.token_ns
+        met = 2 * (self._matmul_parameters - self._routed_parameters) / (self.matmul_tflops * 1e3)
+        chosen, head = 2 * self._routed_parameters / (self.matmul_tflops * 1e3), self._head_products
+        return {
+            "linear": ((linear + met) / passes + scans / passes) / (linear + scans),  # a product less than passes
+            "routed": (routed.token_ns + chosen) / passes / routed.token_ns if routed.token_ns else 0.0,
+            "head": (head / 2 + (self.head() - head) / 3) / self.head(),
+        }
 
     def _product_time_ratio(self, passes: int) -> float:
         """Time of so many products over their time in bfloat16: all but one, the weights' gradients, are in float8."""
@@ -251,9 +278,9 @@ class Compute:
 
     @property
     def _matmul_parameters(self) -> int:
-        """Weights of the layers that a token is multiplied with; of experts, as often as on the busiest rank."""
+        """Weights of layers that a token is multiplied with, without adapters; of experts, as on the busiest rank."""
         model = self.model
-        own = len(model.moe_layers) * model.expert_parameters(model.active_experts)
+        own = len(model.moe_layers) * model.expert_parameters(model.active_experts) + model.adapter_parameters
         return model.matmul_parameters - model.head_parameters - own + self._routed_parameters
 
     @property
@@ -264,19 +291,27 @@ class Compute:
 
     @property
     def matmul_share(self) -> float:
-        """The products of weight gradients over a third of ``linear``, without recomputation.
+        """The products of weight gradients over the forward of ``linear``, without recomputation.
 
-        That is the share of ``linear`` that is matrix products, unless others than these are in float8.
+        That is the share of ``linear`` that is matrix products, unless others than these are in float8; with adapters,
+        theirs alone.
         """
         touched = sum(layer.touched for layer in self._values)
         products, moves = self._matmul_parameters / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
         scans = self.scan(GroupShape(1, 1), Checkpoint.NONE) / 6  # half of a forward, like the others
+        if self._frozen:
+            adapters = self.model.adapter_parameters / (self.matmul_tflops * 1e3)
+            return adapters / (products + adapters + moves + scans)
         return products / (self._product_time_ratio(3) * products + moves + scans)
 
     def head(self) -> float:
         """ns per token of the vocabulary projection and the loss, whose chunks are never recomputed."""
-        products = 6 * self.model.head_parameters / (self.matmul_tflops * 1e3)
-        return products + LOGIT_BYTES * self.model.vocabulary / self.memory_gb_s
+        return self._head_products + LOGIT_BYTES * self.model.vocabulary / self.memory_gb_s
+
+    @property
+    def _head_products(self) -> float:
+        """ns per token of the products of the vocabulary projection, of which a frozen one has two."""
+        return (4 if self._frozen else 6) * self.model.head_parameters / (self.matmul_tflops * 1e3)
 
     def attention(self, lengths: np.ndarray, ring: int, checkpoint: Checkpoint) -> np.ndarray:
         """float64[n] ns of all heads of each document on one of ``ring`` ranks, forward and backward.
@@ -304,19 +339,19 @@ class Compute:
         """ns per token of a group and layer of making keys and values from latents, on each of its ranks.
 
         A rank makes those of its heads for all tokens of the group, by products with a matrix that also copies the
-        rotated key (`attention.latent`): in forward, again in backward, and two more for the gradients; and once more
-        where attention is recomputed.
+        rotated key (`attention.latent`): in forward, again in backward, and two more for the gradients, one if it is
+        frozen; and once more where attention is recomputed.
         """
         if not shape.latent:
             return 0.0
-        products = 5 if checkpoint == Checkpoint.FULL else 4
+        products = (5 if checkpoint == Checkpoint.FULL else 4) - self._frozen
         return products * 2 * self._expansion_values(shape) / (self.matmul_tflops * 1e3)
 
     def unexpanded(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
         """ns per token of a group and layer of what `linear` counts for the same: the rank that has a token does it."""
         if not shape.latent:
             return 0.0
-        products = 3 if checkpoint == Checkpoint.NONE else 4
+        products = (3 if checkpoint == Checkpoint.NONE else 4) - self._frozen
         return products * 2 * self.model.expansion_parameters / (shape.degree * self.matmul_tflops * 1e3)
 
     def expansion_matrix(self, shape: GroupShape) -> float:
@@ -341,14 +376,20 @@ class Compute:
 def forward_flops(lengths: np.ndarray, model: ModelSpec) -> np.ndarray:
     """float64[n] FLOPs of a forward of documents: products with the weights, and attention under its mask.
 
-    The model's own arithmetic: a backward is twice as much, and what checkpointing or an attention kernel recomputes is
-    not counted. A layer's mask counts; of several experts those that a token takes; the head for every token.
+    The model's own arithmetic: a backward is twice as much (see `training_flops`), and what checkpointing or an
+    attention kernel recomputes is not counted. A layer's mask counts; of several experts those that a token takes; the head for every token.
     """
     tokens = lengths.astype(np.float64)
     pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in layers_by_mask(model).items())
     seen = 1.0 if model.causal else 2.0
     values = model.value_dim / model.head_dim if model.latent else 1.0
     return 2.0 * model.matmul_parameters * tokens + 2.0 * (1.0 + values) * attention_widths(model)[0] * seen * pairs
+
+
+def training_flops(lengths: np.ndarray, model: ModelSpec) -> float:
+    """FLOPs of forward and backward of documents, by `forward_flops`; frozen weights have no gradients."""
+    frozen = model.matmul_parameters - model.adapter_parameters if model.adapters else 0
+    return 3 * float(forward_flops(lengths, model).sum()) - 2.0 * frozen * float(lengths.sum())
 
 
 def causal_area(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from seqloom.cost.communication import (
     tensor_gathers,
 )
 from seqloom.cost.compute import OPTIMISER_TRAFFIC, Compute, ExpertTimes
+from seqloom.cost.forward_backward import FORWARD, forward_with
 from seqloom.cost.memory import (
     GIB,
     GRADIENT_BYTES,
@@ -70,6 +71,10 @@ class CostEngine(ABC):
     solo_time_ratio: float = 1.0  # a rank's time while all others wait, over its time while all are busy
     split_us: float = 0.0  # what a backward takes more in two halves (I, W) than in one, per layer
     host_gb_s: float = HOST_GB_S  # GB/s of a device to and from pinned host memory, in one direction
+
+    def forward(self, checkpoint: Checkpoint) -> Sequence[int]:
+        """Share of each column of costs that is forward, in the units of `FORWARD`."""
+        return FORWARD[checkpoint]
 
     @abstractmethod
     def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
@@ -131,6 +136,17 @@ class CostEngine(ABC):
         return 0.0, 0.0
 
 
+class ShardedParameters(NamedTuple):
+    """Parameters that the same ranks shard, and the collectives over them."""
+
+    parameters: int  # of a rank, whole
+    trained: int  # of these, with gradients
+    ranks: int  # that share them
+    gathers: int  # calls of an all-gather of all of them
+    reductions: int  # calls of a reduce-scatter of their gradients
+    stride: int  # how far these ranks are apart
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticEngine(CostEngine):
     """Kernels and links of a profile, composed for any model and cluster."""
@@ -190,9 +206,9 @@ class AnalyticEngine(CostEngine):
         steps = passes(checkpoint) * (shape.ring - 1) * profile.ring_step_us if shape.overlaps_kv else 0.0
         kv = self.links.kv_latency(cp, traffic, checkpoint)
         ring, kv_gather = (kv, 0.0) if shape.overlaps_kv else (0.0, kv)
-        gather = 0.0 if policy.resident else 2 * self._collective(PARAMETER_BYTES)
+        gather = 0.0 if policy.resident else 2 * sum(map(self._gather_ns, self._round_collectives))
         waits = policy.resident or policy.reduce == Reduce.STEP
-        reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
+        reduce = 0.0 if waits else sum(map(self._reduce_ns, self._round_collectives))
         matrices = self.model.attention_layers * self.compute.expansion_matrix(shape)
         return {
             "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + exposed * (gather + reduce),
@@ -235,6 +251,11 @@ class AnalyticEngine(CostEngine):
         time, network, link = self.links.halo(shape, *seen) + self.links.states(shape, *seen)
         joined = self.compute.joined_states(shape, policy.checkpoint)
         return {"ulysses": time, "network": network, "link": link, "linear": joined}
+
+    def forward(self, checkpoint: Checkpoint) -> Sequence[int]:
+        """Of a model with frozen weights, by how much its products are of each column."""
+        shares = self.compute.forward_shares(checkpoint)
+        return forward_with(shares, checkpoint) if shares else FORWARD[checkpoint]
 
     def expert_times(self, policy: MemoryPolicy) -> ExpertTimes:
         """Of a rank with its part of the experts, or with its part of each."""
@@ -318,9 +339,9 @@ class AnalyticEngine(CostEngine):
 
     def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
         """Gradients that were not reduced every round, the sum over replicas, the optimiser, the host."""
-        sizes = (GRADIENT_BYTES,) if policy.reduce == Reduce.STEP else ()
         ranks, every = self.links.cluster.ranks, LayerRange(0, self.model.layers, self.model.layers)
-        return self._overhead([every], ranks, self.shard_ranks * self.tensor, sizes)
+        waited = policy.reduce == Reduce.STEP
+        return self._overhead([every], ranks, self.shard_ranks * self.tensor, gathers=False, reduces=waited)
 
     def stage_overhead(self, stages: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[float, float]:
         """Parameters gathered before the first micro-batch, gradients scattered and summed after the last, optimiser.
@@ -328,34 +349,56 @@ class AnalyticEngine(CostEngine):
         Tensor ranks share with their peers in other tensor parallel groups, ranks of an EP group what they have of the
         experts with those that have the same.
         """
-        return self._overhead(stages, ranks, shard_group, (PARAMETER_BYTES, GRADIENT_BYTES))
+        return self._overhead(stages, ranks, shard_group, gathers=True, reduces=True)
 
     def _overhead(
-        self, stages: Sequence[LayerRange], ranks: int, shard_group: int, sizes: tuple[int, ...]
+        self, stages: Sequence[LayerRange], ranks: int, shard_group: int, *, gathers: bool, reduces: bool
     ) -> tuple[float, float]:
         """(ns, of that communication). Under free sharding messages depend on the whole plan: see `resharding`."""
         memory, rest = self.memory, self.profile.step_us * 1e3
         if memory.owners:
-            return rest + self._optimiser_ns(memory.parameters / memory.owners), 0.0
+            return rest + self._optimiser_ns(memory.trained / memory.owners), 0.0
         moved, updated = 0.0, 0.0
-        for parameters, shards, layers, stride in self._collectives(stages, shard_group):
-            moved += sum(self.links.collective(size * parameters, shards, layers, stride) for size in sizes)
-            replicas = max(1, ranks // self.tensor), stride
-            moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shards, layers, *replicas)
-            updated += parameters / shards
+        for part in self._collectives(stages, shard_group):
+            moved += (self._gather_ns(part) if gathers else 0.0) + (self._reduce_ns(part) if reduces else 0.0)
+            if part.trained:
+                size, replicas = GRADIENT_BYTES * part.trained, max(1, ranks // self.tensor)
+                moved += self.links.replica_sum(size, part.ranks, part.reductions, replicas, part.stride)
+            updated += part.trained / part.ranks
         return moved + (rest + self._optimiser_ns(updated)), moved
 
-    def _collectives(self, stages: Sequence[LayerRange], shard_group: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield what collectives over a rank's parameters move: parameters, ranks, calls, and how far ranks are apart.
+    def _collectives(self, stages: Sequence[LayerRange], shard_group: int) -> Iterator[ShardedParameters]:
+        """Yield what collectives over a rank's parameters move.
 
         Experts that an EP group divides have collectives of their own.
         """
         held = [self.memory.parameters_of(layers) for layers in stages]
+        trained = [self.memory.trained_of(layers) for layers in stages]
         shards, expert_shards = self.memory.shards(shard_group)
-        yield sum(each.common for each in held), shards, sum(layers.stop - layers.first for layers in stages), 1
+        layers = [layer for part in stages for layer in range(part.first, part.stop)]
+        reductions = sum(self.model.trained_parameters(layer) > 0 for layer in layers)
+        common = sum(each.common for each in held), sum(each.common for each in trained)
+        yield ShardedParameters(*common, shards, len(layers), reductions, 1)
         if self.expert > 1:
-            sparse = sum(each.first <= layer < each.stop for each in stages for layer in self.model.moe_layers)
-            yield sum(each.experts for each in held), expert_shards, sparse, self.expert
+            sparse = len(set(layers) & set(self.model.moe_layers))
+            experts = sum(each.experts for each in held), sum(each.experts for each in trained)
+            yield ShardedParameters(*experts, expert_shards, sparse, sparse, self.expert)
+
+    def _gather_ns(self, part: ShardedParameters) -> float:
+        """ns of an all-gather of all parameters."""
+        return self.links.collective(PARAMETER_BYTES * part.parameters, part.ranks, part.gathers, part.stride)
+
+    def _reduce_ns(self, part: ShardedParameters) -> float:
+        """ns of a reduce-scatter of the gradients of those that are trained."""
+        if not part.trained:
+            return 0.0
+        return self.links.collective(GRADIENT_BYTES * part.trained, part.ranks, part.reductions, part.stride)
+
+    @property
+    def _round_collectives(self) -> Iterator[ShardedParameters]:
+        """Collectives over all parameters of a plan of one stage."""
+        every = LayerRange(0, self.model.layers, self.model.layers)
+        return self._collectives([every], self.shard_ranks * self.tensor)
 
     def _optimiser_ns(self, parameters: float) -> float:
         """ns of the optimiser's step on this many parameters of a rank."""
@@ -376,15 +419,6 @@ class AnalyticEngine(CostEngine):
             "device": parameters * max(OPTIMISER_BYTES / link, 2 * OPTIMISER_BYTES / memory),
             "host": parameters * max(GRADIENT_BYTES / link, OPTIMISER_TRAFFIC / memory),
         }
-
-    def _collective(self, bytes_per_parameter: int) -> float:
-        """ns of gathering or reducing all parameters of a plan of one stage."""
-        every = LayerRange(0, self.model.layers, self.model.layers)
-        own = self._collectives([every], self.shard_ranks * self.tensor)
-        return sum(
-            self.links.collective(bytes_per_parameter * parameters, shards, calls, stride)
-            for parameters, shards, calls, stride in own
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,6 +502,11 @@ def _published(profile: AdditiveProfile, cluster: Cluster, model: ModelSpec) -> 
             f"{unknown_name(f'model for profile {profile.name}:', model.name, profile.models)} "
             f"(this profile holds published constants of {', '.join(profile.models)} only; "
             "leave the profile out to price another model)"
+        )
+    if model.adapters:
+        raise SeqloomError(
+            f"adapters of {model.name} with profile {profile.name}, whose published constants are of training all "
+            "parameters; leave the profile out"
         )
     entry = profile.models[model.name]
     for field in ("layers", "hidden", "heads"):

@@ -5,7 +5,8 @@ The cost model prices forward and backward together. `FORWARD` says which share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -39,6 +40,15 @@ _COLUMN = {Checkpoint.SELECTIVE: 1, Checkpoint.FULL: 2, Checkpoint.STAGE: 2}
 FORWARD = {c: [round(_UNITS * _SHARES.get(n, (0, 0, 0))[_COLUMN.get(c, 0)]) for n in COST_COLUMNS] for c in Checkpoint}
 """Share of each column that is forward, in units of 1/1260, by checkpoint."""
 
+
+def forward_with(shares: Mapping[str, float], checkpoint: Checkpoint) -> list[int]:
+    """Share of each column that is forward, as `FORWARD` has them, but for these columns."""
+    found = list(FORWARD[checkpoint])
+    for name, share in shares.items():
+        found[COST_COLUMNS.index(name)] = math.floor(_UNITS * share)
+    return found
+
+
 _BITS = 20  # shares of a time are in units of 2**-20: products with times up to 2**43 ns (two hours) stay in int64
 FULL_SHARE = 1 << _BITS
 
@@ -48,15 +58,18 @@ def computing_ns(parts: np.ndarray) -> np.ndarray:
     return parts[:, COMPUTING].sum(axis=1)
 
 
-def forward_shares(work: StageMicroBatch, layers: LayerRange) -> np.ndarray:
+def forward_shares(
+    work: StageMicroBatch, layers: LayerRange, forward: Callable[[Checkpoint], Sequence[int]] = FORWARD.__getitem__
+) -> np.ndarray:
     """int64[len(COST_COLUMNS)]: share of each column that is forward, in units of 1/1260.
 
-    A forward takes as long whatever is recomputed. So where some layers recompute less, shares mix by their inverses.
+    `forward` returns that where all layers do the same. A forward takes as long whatever is recomputed. So where some
+    layers recompute less, shares mix by their inverses.
     """
-    heavy = np.array(FORWARD[work.checkpoint])
+    heavy = np.array(forward(work.checkpoint))
     if not work.lighter_layers or work.checkpoint.lighter is None:
         return heavy
-    light, count = np.array(FORWARD[work.checkpoint.lighter]), layers.stop - layers.first
+    light, count = np.array(forward(work.checkpoint.lighter)), layers.stop - layers.first
     return heavy * light * count // np.maximum(1, (count - work.lighter_layers) * light + work.lighter_layers * heavy)
 
 

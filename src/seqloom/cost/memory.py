@@ -1,6 +1,7 @@
 """Memory of a rank: parameters, gradients and optimiser by sharding, activations by checkpointing, working buffers.
 
-State per parameter: bf16 copy (2 bytes), float32 master and two Adam moments (12), float32 gradient (4).
+State per parameter: bf16 copy (2 bytes), float32 master (4) and two Adam moments (8), float32 gradient (4). Where
+adapters alone are trained, all other parameters have neither moments nor gradient.
 
     plans of one stage    everything over the ranks of a shard group
     pipeline stages       copy and gradient whole from the first micro-batch to the last; master and moments, and the
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 PARAMETER_BYTES = 2
-OPTIMISER_BYTES = 12
+MASTER_BYTES = 4
+MOMENT_BYTES = 8
+OPTIMISER_BYTES = MASTER_BYTES + MOMENT_BYTES
 GRADIENT_BYTES = 4
 CHUNK_LOGIT_BYTES = 6  # bf16 logits turned into their gradient in place, and a float32 softmax
 
@@ -118,6 +121,22 @@ class AnalyticMemory:
         experts = sparse * self.model.expert_parameters(self.model.experts)
         return RankParameters(every - experts, experts // self.expert)
 
+    def trained_of(self, layers: LayerRange) -> RankParameters:
+        """Those of them that are trained."""
+        if not self.model.adapters:
+            return self.parameters_of(layers)
+        return RankParameters(layer_parameters(self.model, self.context, layers, self.tensor, trained=True), 0)
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the whole model that are trained."""
+        return layer_parameters(self.model, self.context, self._all_layers, 1, trained=True)
+
+    @property
+    def host_bytes_per_update(self) -> float:
+        """Bytes of an optimiser in host memory for every parameter that it updates; frozen ones have masters too."""
+        return MASTER_BYTES * self.parameters / self.trained + MOMENT_BYTES if self.model.adapters else OPTIMISER_BYTES
+
     def shards(self, shard_group: int) -> tuple[int, int]:
         """Ranks over which a shard group shards common parameters, and those of experts.
 
@@ -128,10 +147,9 @@ class AnalyticMemory:
             common = 1
         return common, max(1, common // self.expert)
 
-    def _sharded(self, size: int, parameters: RankParameters, shard_group: int) -> int:
-        """Bytes of the largest shard of parameters of `size` bytes each."""
-        shards = self.shards(shard_group)
-        return sum(-(-size * count // over) for count, over in zip(parameters, shards, strict=True))
+    def _sharded(self, parameters: RankParameters, shard_group: int) -> int:
+        """Largest shard of so many parameters, or bytes of them."""
+        return sum(-(-count // over) for count, over in zip(parameters, self.shards(shard_group), strict=True))
 
     @property
     def _all_layers(self) -> LayerRange:
@@ -140,8 +158,10 @@ class AnalyticMemory:
     @property
     def idle_bytes(self) -> int:
         """Bytes of a rank in no stage: under free sharding, its part of master, moments and gradient."""
-        own = PARAMETER_BYTES if self.offload_optimiser else OPTIMISER_BYTES
-        return -(-(own + GRADIENT_BYTES) * self.parameters // self.owners) if self.owners else 0
+        if not self.owners:
+            return 0
+        own, updated = (PARAMETER_BYTES, 0) if self.offload_optimiser else (MASTER_BYTES, MOMENT_BYTES)
+        return -(-(own * self.parameters + (updated + GRADIENT_BYTES) * self.trained) // self.owners)
 
     def fixed_bytes(self, policy: MemoryPolicy) -> int:
         """Bytes before any token in plans of one stage: state, gathered parameters and working bytes.
@@ -149,15 +169,16 @@ class AnalyticMemory:
         Two layers are gathered at a time (one computes, one is fetched) beside embedding and head. Reducing every
         round also holds two layers' whole gradients, reducing once per step a whole gradient.
         """
-        layers, held = self._all_layers, self.rank_parameters
+        layers, trained = self._all_layers, self.trained_of(self._all_layers)
         if self.owners or self.shard_ranks == 1:
             return self.state_bytes(layers, self.tensor) + self.working_bytes(layers)
-        optimiser = 0 if self.offload_optimiser else OPTIMISER_BYTES
-        shard = self._sharded(1, held, self.shard_ranks * self.tensor)
-        state = (PARAMETER_BYTES + optimiser + GRADIENT_BYTES) * shard
+        master, moments = (0, 0) if self.offload_optimiser else (MASTER_BYTES, MOMENT_BYTES)
+        ranks = self.shard_ranks * self.tensor
+        state = (PARAMETER_BYTES + master) * self._sharded(self.rank_parameters, ranks)
+        state += (moments + GRADIENT_BYTES) * self._sharded(trained, ranks)
         tables = self.model.head_parameters * (1 if self.model.tied else 2)
         gathered = PARAMETER_BYTES * (self._two_layers(layers) + tables)
-        gradients = self._two_layers(layers) if policy.reduce == Reduce.ROUND else held.total
+        gradients = self._two_layers(layers, trained=True) if policy.reduce == Reduce.ROUND else trained.total
         return state + gathered + GRADIENT_BYTES * gradients + self.working_bytes(layers)
 
     def token_bytes(self, policy: MemoryPolicy, offloaded_layers: int = 0, lighter_layers: int = 0) -> float:
@@ -166,15 +187,15 @@ class AnalyticMemory:
 
     def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
         """State of a pipeline stage: whole copy and gradient, the rest over the shard group unless sharding is free."""
-        parameters = self.parameters_of(layers)
-        state = (PARAMETER_BYTES + GRADIENT_BYTES) * parameters.total
+        parameters, trained = self.parameters_of(layers), self.trained_of(layers)
+        state = PARAMETER_BYTES * parameters.total + GRADIENT_BYTES * trained.total
         if self.owners:
             return state
-        for count, shards in zip(parameters, self.shards(shard_ranks), strict=True):
-            sharded = 0 if self.offload_optimiser else OPTIMISER_BYTES
+        for count, updated, shards in zip(parameters, trained, self.shards(shard_ranks), strict=True):
+            sharded = 0 if self.offload_optimiser else MASTER_BYTES * count + MOMENT_BYTES * updated
             if shards > 1:
-                sharded += GRADIENT_BYTES + (PARAMETER_BYTES if self.offload_optimiser else 0)
-            state += -(-sharded * count // shards)
+                sharded += GRADIENT_BYTES * updated + (PARAMETER_BYTES * count if self.offload_optimiser else 0)
+            state += -(-sharded // shards)
         return state
 
     def host_state_bytes(self, stages: Sequence[LayerRange], shard_ranks: int) -> int:
@@ -182,10 +203,12 @@ class AnalyticMemory:
         if not self.offload_optimiser:
             return 0
         if self.owners:
-            return -(-OPTIMISER_BYTES * self.parameters // self.owners)
-        held = [self.parameters_of(layers) for layers in stages]
-        own = RankParameters(sum(each.common for each in held), sum(each.experts for each in held))
-        return self._sharded(OPTIMISER_BYTES, own, shard_ranks)
+            return -(-(MASTER_BYTES * self.parameters + MOMENT_BYTES * self.trained) // self.owners)
+        each = [(self.parameters_of(layers), self.trained_of(layers)) for layers in stages]
+        total = [
+            sum(MASTER_BYTES * held[kind] + MOMENT_BYTES * trained[kind] for held, trained in each) for kind in (0, 1)
+        ]  # of common parameters, and of experts
+        return self._sharded(RankParameters(*total), shard_ranks)
 
     def working_bytes(self, layers: LayerRange) -> int:
         """Buffers of a rank, however many stages it has: a chunk of logits on the last, the device, communicators.
@@ -193,13 +216,13 @@ class AnalyticMemory:
         Under free sharding also the rank's part of the optimiser's state, and two layers' gradients packed to be sent.
         """
         logits = self.profile.head_chunk * self.model.vocabulary * CHUNK_LOGIT_BYTES if layers.has_head else 0
-        packed = GRADIENT_BYTES * self._two_layers(layers) if self.owners > 1 else 0
+        packed = GRADIENT_BYTES * self._two_layers(layers, trained=True) if self.owners > 1 else 0
         return self.idle_bytes + packed + logits + int(self.profile.workspace_gib * GIB)
 
-    def _two_layers(self, layers: LayerRange) -> int:
-        """Parameters of two layers, of the largest."""
-        own = range(layers.first, layers.stop)
-        return 2 * max(self.model.layer_parameters(layer, self.tensor, self.expert) for layer in own)
+    def _two_layers(self, layers: LayerRange, *, trained: bool = False) -> int:
+        """Parameters of two layers, of the largest; or those that are trained."""
+        count = self.model.trained_parameters if trained else self.model.layer_parameters
+        return 2 * max(count(layer, self.tensor, self.expert) for layer in range(layers.first, layers.stop))
 
     @property
     def _values(self) -> tuple[LayerValues, ...]:
@@ -316,18 +339,23 @@ MemoryModel = AnalyticMemory | AdditiveMemory
 # -- pipeline stages ------------------------------------------------------------
 
 
-def stage_parameters(cost: CostModel, layers: LayerRange, tensor: int | None = None) -> int:
+def stage_parameters(cost: CostModel, layers: LayerRange, tensor: int | None = None, *, trained: bool = False) -> int:
     """Parameters of a rank of a stage, by the cost model's tensor parallel degree if none is given."""
-    return layer_parameters(cost.model, cost.context, layers, cost.tensor if tensor is None else tensor)
+    own = cost.tensor if tensor is None else tensor
+    return layer_parameters(cost.model, cost.context, layers, own, trained=trained)
 
 
 @lru_cache(maxsize=4096)
-def layer_parameters(model: ModelSpec, context: int, layers: LayerRange, tensor: int) -> int:
+def layer_parameters(model: ModelSpec, context: int, layers: LayerRange, tensor: int, *, trained: bool = False) -> int:
     """Parameters of a rank of some layers, with the embedding on the first stage, norm and head on the last.
+
+    All of them, or those that are `trained`.
 
     A tied table is on both. All stages together have the model's parameters, a tied table counted twice. Tensor ranks
     have their part of the layers' matrices.
     """
+    if trained and model.adapters:
+        return sum(model.trained_parameters(layer) for layer in range(layers.first, layers.stop))
     table = model.head_parameters
     outside = model.parameters(context) - sum(model.layer_parameters(layer) for layer in range(model.layers))
     beside = outside - table * (1 if model.tied else 2)  # final norm, and learned positions

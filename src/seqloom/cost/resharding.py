@@ -94,14 +94,24 @@ def _reshard_times(
 ) -> ReshardTimes:
     if cost.sharding != Sharding.FREE or cost.ranks == 1:
         return ReshardTimes(0.0, 0.0, 0.0, 0.0)
-    everything, early = resident_parameters(cost, pipelines, per_pass)
-    buckets = cost.model.layers + 2
     before, first, after, last = (
         _two_hop_ns(cost.links, parameters, size, calls)
         for size in (PARAMETER_BYTES, GRADIENT_BYTES)
-        for parameters, calls in ((everything, buckets), (early, 2))
+        for parameters, calls in zip(
+            resident_parameters(cost, pipelines, per_pass, trained=size == GRADIENT_BYTES),
+            _buckets(cost, trained=size == GRADIENT_BYTES),
+            strict=True,
+        )
     )
     return ReshardTimes(before, after, first, last)
+
+
+def _buckets(cost: CostModel, *, trained: bool) -> tuple[int, int]:
+    """Buckets of all parameters, and of embedding and first layer; or of those of them that are `trained`."""
+    if not trained or not cost.model.adapters:
+        return cost.model.layers + 2, 2
+    each = [int(adapters.parameters > 0) for adapters in cost.model.adapters]
+    return sum(each), each[0]
 
 
 def _two_hop_ns(links: Communication, resident: ResidentParameters, size: int, calls: int) -> float:
@@ -148,25 +158,29 @@ class ResidentParameters(NamedTuple):
 
 
 def resident_parameters(
-    cost: CostModel, pipelines: Sequence[Sequence[Stage]], per_pass: Sequence[frozenset[int]]
+    cost: CostModel, pipelines: Sequence[Sequence[Stage]], per_pass: Sequence[frozenset[int]], *, trained: bool = False
 ) -> tuple[ResidentParameters, ResidentParameters]:
     """Count what ranks keep for the step; and of this, the embedding (also where it is the head) and the first layer.
+
+    All parameters, or those that are `trained`.
 
     Of a stage that is unsharded for every pass (their numbers are in `per_pass`, by pipeline) each rank keeps a share,
     which no other rank of its stage has.
     """
     held = _held_slices(cost, pipelines, per_pass)
-    whole, cut = _unit_sizes(cost)
+    whole, cut = _unit_sizes(cost, trained=trained)
     early = np.arange(len(whole)) <= LAYERS
     everything = _count(held, whole, cut, cost.node_size)
     first = _count(held, whole * early, cut * early, cost.node_size)
     for stages, numbers in zip(pipelines, per_pass, strict=True):
         for stage in (stages[number] for number in sorted(numbers)):
             layers = LayerRange(*stage.layers, stages[-1].layers[1])
-            everything = _with_shares(everything, stage, stage_parameters(cost, layers, stage.tensor))
-            own_early = cost.model.head_parameters if layers.has_head and cost.model.tied else 0
+            own = stage_parameters(cost, layers, stage.tensor, trained=trained)
+            everything = _with_shares(everything, stage, own)
+            frozen = trained and bool(cost.model.adapters)
+            own_early = cost.model.head_parameters if layers.has_head and cost.model.tied and not frozen else 0
             if layers.has_embedding:
-                own_early = stage_parameters(cost, LayerRange(0, 1, 2), stage.tensor)
+                own_early = stage_parameters(cost, LayerRange(0, 1, 2), stage.tensor, trained=trained)
             first = _with_shares(first, stage, own_early)
     return everything, first
 
@@ -191,9 +205,12 @@ def _held_slices(
     return held
 
 
-def _unit_sizes(cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
+def _unit_sizes(cost: CostModel, *, trained: bool) -> tuple[np.ndarray, np.ndarray]:
     """float64[units] each: parameters of a unit that all its ranks have, and that tensor ranks cut."""
     model, context = cost.model, cost.context
+    if trained and model.adapters:
+        adapters = np.array([0, 0, *(each.parameters for each in model.adapters), 0], dtype=np.float64)
+        return adapters, np.zeros_like(adapters)
     layers = np.array([model.layer_parameters(layer) for layer in range(model.layers)], dtype=np.float64)
     none = model.parameters() + 1  # cut into so many slices, no matrix has anything left in one
     vectors = np.array([model.layer_parameters(layer, none) for layer in range(model.layers)], dtype=np.float64)
@@ -267,11 +284,15 @@ def unshard_times(cost: CostModel, stage: Stage, layers: LayerRange) -> UnshardT
     (node, nic), index = nodes_and_nics(stage.ranks, cluster.nic_of_gpu), np.arange(len(stage.ranks)) % stage.tensor
     near = ((node[:, None] == node) & (index[:, None] == index)).sum(axis=1) - 1
     far = shares - 1 - near
-    share = stage_parameters(cost, layers, stage.tensor) / shares
     latency = links.latency("all_to_all", bool(far.any()), (shares - 1).bit_length())
-    calls = layers.stop - layers.first + layers.has_embedding + layers.has_head
+    every, reductions = layers.stop - layers.first + layers.has_embedding + layers.has_head, 0
+    if cost.model.adapters:
+        reductions = sum(each.parameters > 0 for each in cost.model.adapters[layers.first : layers.stop])
+    else:
+        reductions = every
     times = []
-    for size in (PARAMETER_BYTES, GRADIENT_BYTES):
+    for size, calls in ((PARAMETER_BYTES, every), (GRADIENT_BYTES, reductions)):
+        share = stage_parameters(cost, layers, stage.tensor, trained=size == GRADIENT_BYTES) / shares
         link_ns, nic_ns = links.message_ns(size * share, "all_to_all")
         busiest = max(int(near.max()) * link_ns, float(np.bincount(nic, far).max()) * nic_ns)
         times.append(int(np.rint(busiest + calls * latency)))
@@ -286,7 +307,8 @@ def dp_cp_size(stage: Stage) -> int:
 class UnshardMemory(NamedTuple):
     """Bytes of parameters and gradients on a rank of a stage that is unsharded for every pass.
 
-    With P parameters on a rank while it computes (a stage whose parameters stay for the step has 6 P all the time):
+    With P parameters on a rank while it computes (a stage whose parameters stay for the step has 6 P all the time). Of
+    those that are not trained, gradients (the 4 and 8) do not count:
     """
 
     always: int  # (2 + 4) P / shares, and 4 of the head: its gradient is made in a forward and waits for the backward
@@ -298,19 +320,20 @@ class UnshardMemory(NamedTuple):
     @classmethod
     def of(cls, cost: CostModel, layers: LayerRange, shares: int) -> UnshardMemory:
         """Bytes of a stage, by the cost model's tensor parallel degree, over so many shares."""
-        parameters, head = stage_parameters(cost, layers), cost.model.head_parameters
+        parameters, trained = stage_parameters(cost, layers), stage_parameters(cost, layers, trained=True)
+        head = 0 if cost.model.adapters else cost.model.head_parameters  # of tables, those that are trained
         if shares == 1:  # nobody to share with: they stay for the step
-            return cls((PARAMETER_BYTES + GRADIENT_BYTES) * parameters, 0, 0, 0, 0)
+            return cls(PARAMETER_BYTES * parameters + GRADIENT_BYTES * trained, 0, 0, 0, 0)
         own_head = head if layers.has_head else 0
-        each = [cost.model.layer_parameters(layer, cost.tensor) for layer in range(layers.first, layers.stop)]
+        each = [cost.model.trained_parameters(layer, cost.tensor) for layer in range(layers.first, layers.stop)]
         table = head if layers.has_embedding or layers.has_head else 0
         packed = 2 * max(0, table - max(each))  # beyond a layer's, which is in the working bytes
         return cls(
-            always=(PARAMETER_BYTES + GRADIENT_BYTES) * -(-parameters // shares) + GRADIENT_BYTES * own_head,
+            always=PARAMETER_BYTES * -(-parameters // shares) + GRADIENT_BYTES * (-(-trained // shares) + own_head),
             copies=PARAMETER_BYTES * parameters,
             layer=GRADIENT_BYTES * max(each),
-            rest=GRADIENT_BYTES * (parameters - sum(each) - own_head + packed),
-            halves=GRADIENT_BYTES * (parameters - own_head),
+            rest=GRADIENT_BYTES * (trained - sum(each) - own_head + packed),
+            halves=GRADIENT_BYTES * (trained - own_head),
         )
 
 

@@ -4,7 +4,7 @@ from seqloom.describe.batch import Batch, BatchStatistics, Sequence, batches_by_
 from seqloom.describe.cluster import CLUSTERS, DEVICES, Cluster, Device, Link
 from seqloom.describe.huggingface import model_from_config
 from seqloom.describe.lengths import MAX_LENGTH, lengths_from, read_lengths
-from seqloom.describe.model import MODELS, ModelSpec
+from seqloom.describe.model import MODELS, Adapters, ModelSpec
 from seqloom.describe.samplers import SAMPLERS, Sampler, sample, sampler
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "MAX_LENGTH",
     "MODELS",
     "SAMPLERS",
+    "Adapters",
     "Batch",
     "BatchStatistics",
     "Cluster",

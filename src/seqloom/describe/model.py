@@ -16,6 +16,41 @@ MAX_LAYERS, MAX_SIZE = 1 << 13, 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank adapters on linear layers (LoRA), all those of one layer: y = W x + B A dropout(x)."""
+
+    rank: int = 0
+    """Width between A and B."""
+    linears: int = 0
+    """Number of linear layers that have an adapter; 0: none has."""
+    inputs: int = 0
+    """Their widths before, added up."""
+    outputs: int = 0
+    """Their widths behind, added up."""
+    dropout: bool = False
+    """Some of an adapter's inputs are dropped, so it keeps inputs of its own for backward."""
+
+    @property
+    def parameters(self) -> int:
+        """Values of all A and B."""
+        return self.rank * (self.inputs + self.outputs)
+
+    @property
+    def saved(self) -> int:
+        """Values of a token that backward reads beyond those that it reads without adapters."""
+        return self.linears * self.rank + self.dropout * self.inputs
+
+    @property
+    def touched(self) -> int:
+        """Values of a token that elementwise work reads or writes in a pass, on average over forward and backward.
+
+        Forward scales outputs (2) and adds them (3), backward scales their gradients (2) and adds those of inputs (3);
+        a backward counts twice. Dropout reads and writes inputs.
+        """
+        return 3 * self.outputs + (1 + 2 * self.dropout) * self.inputs
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer. Widths are in elements, windows and chunks of attention in tokens.
 
@@ -24,6 +59,8 @@ class ModelSpec:
     ``expert_ffn``, of which a token takes ``active_experts``, beside one of width ``shared_ffn`` for all. In
     ``mixer_layers`` a mixer scans the tokens (linear attention, state space, short convolution), beside attention or in
     its place.
+
+    With ``adapters`` these alone are trained, and all else is frozen.
 
     With ``latent`` (latent attention, MLA: DeepSeek) a token has one latent, from which keys and values of all heads
     are made by a product, and one rotated key, which all heads share: ``rotated`` of the ``head_dim`` of a key.
@@ -91,6 +128,8 @@ class ModelSpec:
     """Width of a value head made from a latent, at most ``head_dim``."""
     query_latent: int = 0
     """Width of the latent of queries; 0: they are made from the hidden state."""
+    adapters: tuple[Adapters, ...] = ()
+    """For each layer, its adapters, which alone are trained. () is none: all parameters are trained."""
 
     def __post_init__(self) -> None:
         self._require(self.layers <= MAX_LAYERS, "layers", f"must be at most {MAX_LAYERS}")
@@ -117,6 +156,7 @@ class ModelSpec:
         self._check_experts()
         self._check_mixers()
         self._check_latents()
+        self._check_adapters()
 
     def _check_heads(self) -> None:
         complete = len(self.head_shapes) in (0, self.layers)
@@ -162,6 +202,15 @@ class ModelSpec:
         self._require(0 <= self.rotated < self.head_dim, "rotated", f"must be 0 to {self.head_dim - 1}, part of a key")
         self._require(1 <= self.value_dim <= self.head_dim, "value_dim", f"must be 1 to {self.head_dim} with `latent`")
         self._require(self.query_latent >= 0, "query_latent", "must be 0 or more")
+
+    def _check_adapters(self) -> None:
+        if not self.adapters:
+            return
+        complete, sizes = len(self.adapters) == self.layers, ("rank", "linears", "inputs", "outputs")
+        self._require(complete, "adapters", f"is empty, or needs one entry for each of {self.layers} layers")
+        legal = all(0 <= getattr(each, size) <= MAX_SIZE for each in self.adapters for size in sizes)
+        self._require(legal, "adapters", f"holds ranks, counts and widths of 0 to {MAX_SIZE}")
+        self._require(self.adapter_parameters >= 1, "adapters", "needs a layer with some, or nothing is trained")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
@@ -229,7 +278,8 @@ class ModelSpec:
     def tensor_degrees(self) -> tuple[int, ...]:
         """Legal tensor-parallel degrees, ascending: they divide heads, widths of feed-forwards, and experts.
 
-        Tensor ranks have whole experts each. Mixers and latents are not cut: a model that has some knows degree 1 only.
+        Tensor ranks have whole experts each. Mixers, latents and adapters are not cut: a model that has some knows
+        degree 1 only.
         """
         if self._uncut:
             return (1,)
@@ -251,7 +301,7 @@ class ModelSpec:
     @property
     def _uncut(self) -> str:
         """What a layer has that tensor ranks do not share."""
-        kinds = {"mixers": self.mixer_layers, "latents": self.latent}
+        kinds = {"mixers": self.mixer_layers, "latents": self.latent, "adapters": self.adapters}
         return next((name for name, present in kinds.items() if present), "")
 
     @property
@@ -262,7 +312,7 @@ class ModelSpec:
         return {what: width for what, width in found.items() if width}
 
     def layer_parameters(self, layer: int, tensor: int = 1, expert: int = 1) -> int:
-        """Parameters of layer ``layer``, all experts included; of each rank where ``tensor`` ranks share it.
+        """Parameters of layer ``layer``, experts and adapters included; of each rank where ``tensor`` ranks share it.
 
         Matrices are cut, routers, norms and biases are whole on every rank. Where ``expert`` ranks divide the experts,
         a rank has its own.
@@ -270,7 +320,17 @@ class ModelSpec:
         mixing, sparse = self.attention_parameters(layer), layer in self.moe_layers
         mixing += self.mixer_parameters if layer in self.mixer_layers else 0
         router = self.hidden * self.experts if sparse else 0
-        return (mixing + self._feed_forward(sparse, self.experts // expert) - router) // tensor + router + self._vectors
+        whole = router + self._vectors + (self.adapters[layer].parameters if self.adapters else 0)
+        return (mixing + self._feed_forward(sparse, self.experts // expert) - router) // tensor + whole
+
+    def trained_parameters(self, layer: int, tensor: int = 1, expert: int = 1) -> int:
+        """Those of `layer_parameters` that are trained: all of them, or the adapters."""
+        return self.adapters[layer].parameters if self.adapters else self.layer_parameters(layer, tensor, expert)
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Parameters of the adapters of all layers."""
+        return sum(each.parameters for each in self.adapters)
 
     def expert_parameters(self, experts: int) -> int:
         """Weights of so many experts of a layer."""
@@ -293,7 +353,7 @@ class ModelSpec:
         sparse = len(self.moe_layers)
         dense = (self.layers - sparse) * self._feed_forward(False, experts)
         feed_forward = sparse * self._feed_forward(True, experts) + dense
-        return self.mixing_parameters + feed_forward + self.layers * self._vectors
+        return self.mixing_parameters + feed_forward + self.layers * self._vectors + self.adapter_parameters
 
     @property
     def _vectors(self) -> int:
@@ -319,9 +379,9 @@ class ModelSpec:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: 2 FLOPs each forward, 4 backward.
+        """Weights that one token is multiplied with: 2 FLOPs each forward, 4 backward, 2 where they are frozen.
 
-        Layers with their active experts and the output projection; no embedding look-up, norms or biases.
+        Layers with their active experts and adapters, and the output projection; no embedding look-up, norms or biases.
         """
         return self._all_layers(self.active_experts) - self.layers * self._vectors + self.head_parameters
 

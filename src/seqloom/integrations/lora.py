@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from seqloom.describe import Adapters
 from seqloom.errors import SeqloomError, import_extra
 from seqloom.models.adapter import meta_parameters
 from seqloom.models.files import ReadRows
@@ -70,6 +71,24 @@ def add_adapters(model: nn.Module, settings: Lora, folder: Path) -> Any:
             "linear layer; name linear layers alone"
         )
     return wrapped
+
+
+def describe_adapters(layers: Iterable[nn.Module]) -> tuple[Adapters, ...]:
+    """Return the sizes of the adapters on each of these layers of a wrapped model."""
+    found = []
+    for layer in layers:
+        own: list[Any] = [each for each in layer.modules() if hasattr(each, "lora_A")]
+        sides = [(each.lora_A["default"].weight.shape, each.lora_B["default"].weight.shape) for each in own]
+        found.append(
+            Adapters(
+                rank=max((down[0] for down, _ in sides), default=0),
+                linears=len(sides),
+                inputs=sum(down[1] for down, _ in sides),
+                outputs=sum(up[0] for _, up in sides),
+                dropout=any(getattr(each.lora_dropout["default"], "p", 0.0) > 0 for each in own),
+            )
+        )
+    return tuple(found)
 
 
 def adapter_reader(wrapped: nn.Module, read: ReadRows, seed: int) -> ReadRows:

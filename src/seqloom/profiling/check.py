@@ -16,7 +16,6 @@ import numpy as np
 from seqloom.api import Evaluation, evaluate
 from seqloom.cost import CostModel
 from seqloom.cost.engines import AnalyticEngine
-from seqloom.cost.memory import OPTIMISER_BYTES
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source
 from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, hbp, plain_packing, plans_balance
@@ -140,7 +139,7 @@ class OffloadedOptimiser:
         if not cost.offload_optimiser or not isinstance(cost.engine, AnalyticEngine):
             return None
         size = optimiser_bytes(evaluations, cost)
-        update_ns = min(cost.engine.offloaded_update_ns(size / OPTIMISER_BYTES).values())
+        update_ns = min(cost.engine.offloaded_update_ns(size / cost.engine.memory.host_bytes_per_update).values())
         return cls(size, round(update_ns), cost.updates_on_host)
 
 

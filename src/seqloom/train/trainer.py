@@ -32,7 +32,7 @@ from seqloom.api import Evaluation
 from seqloom.attention import attention_builds
 from seqloom.attention.kernels import KernelBuild
 from seqloom.compat import is_out_of_memory
-from seqloom.cost.compute import forward_flops
+from seqloom.cost.compute import training_flops
 from seqloom.cost.feedback import NO_CHANGE, Factors, Feedback, Measurement, can_refit
 from seqloom.cost.memory import GIB
 from seqloom.data import Batch, RowReader
@@ -387,7 +387,7 @@ class Trainer(AbstractContextManager):
         rows = gather_values([*mine, self._asked_to_leave], self.transport, self.device).tolist()
         ranks = [RankMeasurement(*row[:-1]) for row in rows]
         self._agree_to_leave([row[-1] for row in rows])
-        flops = 3 * float(forward_flops(batch.lengths, self.setup.spec).sum())  # a backward is two forwards
+        flops = training_flops(batch.lengths, self.setup.spec)
         peak_flops = find_peak_flops(self.setup.cost.cluster.device, self.device)
         plan, bound_ns = step_plan.plan, step_plan.bound_ns
         return StepRecord(

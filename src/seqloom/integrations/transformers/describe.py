@@ -95,11 +95,11 @@ def language_model_config(config: Any) -> Any | None:
     return text
 
 
-def describe_folder(folder: Path) -> ModelSpec:
-    """Return the shapes of the model of a folder's config.json; refuse what `check` refuses."""
+def model_on_meta(folder: Path) -> Any:
+    """Build the model of a folder's config.json without values."""
     try:
         with torch.device("meta"):
-            model = from_config(folder, torch.bfloat16)
+            return from_config(folder, torch.bfloat16)
     except SeqloomError:
         raise
     except Exception as error:  # whatever the class may raise for this config
@@ -107,6 +107,11 @@ def describe_folder(folder: Path) -> ModelSpec:
         raise SeqloomError(
             f"{folder} is no causal language model of the installed transformers ({reason}); give the folder of one"
         ) from error
+
+
+def describe_folder(folder: Path) -> ModelSpec:
+    """Return the shapes of the model of a folder's config.json; refuse what `check` refuses."""
+    model = model_on_meta(folder)
     try:
         return describe_model(attach(model, longest=1), folder.absolute().name)
     except SeqloomError as error:

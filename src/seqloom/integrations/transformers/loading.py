@@ -36,10 +36,22 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from seqloom.describe import ModelSpec
 from seqloom.describe.huggingface import has_known_type
 from seqloom.errors import SeqloomError
-from seqloom.integrations.lora import adapter_reader, add_adapters, merge_adapters, write_adapters
+from seqloom.integrations.lora import (
+    adapter_reader,
+    add_adapters,
+    describe_adapters,
+    merge_adapters,
+    write_adapters,
+)
 from seqloom.integrations.transformers.attach import attach, model_adapter
-from seqloom.integrations.transformers.checks import decoder_of
-from seqloom.integrations.transformers.describe import LOCAL, describe_folder, from_config, language_model_config
+from seqloom.integrations.transformers.checks import decoder_layers, decoder_of
+from seqloom.integrations.transformers.describe import (
+    LOCAL,
+    describe_folder,
+    from_config,
+    language_model_config,
+    model_on_meta,
+)
 from seqloom.integrations.transformers.parts import call_layers_on_meta
 from seqloom.integrations.transformers.weights import known_transforms, locate
 from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
@@ -122,7 +134,20 @@ def _without_adapters(
 
 
 def describe_huggingface(config: Config) -> ModelSpec:
-    """Return the shapes of the model of a folder: by its type, or by its modules where no table has the type."""
+    """Return the shapes of the model of a folder: by its type, or by its modules where no table has the type.
+
+    With `model.lora` also those of its adapters, by the model that peft makes of it.
+    """
+    spec, lora, folder = _describe_base(config), config.model.lora, cast("Path", config.model.huggingface)
+    if lora is None:
+        return spec
+    model = model_on_meta(folder)
+    add_adapters(model, lora, folder)
+    return replace(spec, adapters=describe_adapters(decoder_layers(model)))
+
+
+def _describe_base(config: Config) -> ModelSpec:
+    """Return the shapes of the model of a folder, without adapters."""
     folder = cast("Path", config.model.huggingface)
     known = not (folder / "config.json").is_file() or has_known_type(read_mapping(folder / "config.json"))
     if known:
@@ -141,10 +166,7 @@ def huggingface_notes(config: Config) -> Sequence[str]:
         notes.append(f"{trained}; the parameters for images are left out")
     if lora is not None:
         where = ", ".join(lora.targets) or "all linear layers"
-        notes.append(
-            f"LoRA of rank {lora.rank} on {where} is trained, all else is frozen; plans still count gradients and "
-            "optimiser state of all parameters"
-        )
+        notes.append(f"LoRA of rank {lora.rank} on {where} is trained, all else is frozen")
     return notes
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.forward_backward import (
-    FORWARD,
     FULL_SHARE,
     extend_for_offload,
     forward_and_weight_cuts,
@@ -131,7 +130,7 @@ class MicroBatchCosts:
         slowest = rank_ns.reshape(count, width).argmax(axis=1) + width * np.arange(count)
         length = np.maximum(rank_ns[slowest], parts[:, COST_COLUMNS.index("link")].reshape(count, width).max(axis=1))
         forward, weights = forward_and_weight_cuts(
-            parts[slowest], rank_ns[slowest], FORWARD[policy.checkpoint], self.cost.engine.matmul_share
+            parts[slowest], rank_ns[slowest], self.cost.engine.forward(policy.checkpoint), self.cost.engine.matmul_share
         )
         if policy.offload:
             size = self.cost.memory.host_bytes(layers, policy.checkpoint, policy.offloaded_layers(layers))
