@@ -377,7 +377,8 @@ def forward_flops(lengths: np.ndarray, model: ModelSpec) -> np.ndarray:
     """float64[n] FLOPs of a forward of documents: products with the weights, and attention under its mask.
 
     The model's own arithmetic: a backward is twice as much (see `training_flops`), and what checkpointing or an
-    attention kernel recomputes is not counted. A layer's mask counts; of several experts those that a token takes; the head for every token.
+    attention kernel recomputes is not counted. A layer's mask counts; of several experts those that a token takes; the
+    head for every token.
     """
     tokens = lengths.astype(np.float64)
     pairs = sum(layers * causal_area(tokens, *mask)[0] for mask, layers in layers_by_mask(model).items())

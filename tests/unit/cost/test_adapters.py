@@ -14,8 +14,8 @@ from seqloom.planners import make_plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.simulate import simulate
 
-SPEC = ModelSpec("small", 8, 1024, 8, 4, 128, 4096, True, 32000, False)
-OWN = Adapters(16, 7, 4 * 1024 + 1024 + 1024 + 4096, 2 * 1024 + 2 * 512 + 2 * 4096 + 1024)
+SPEC = ModelSpec("wide", 8, 4096, 32, 8, 128, 14336, True, 32000, False)
+OWN = Adapters(16, 7, 6 * 4096 + 14336, 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
 ADAPTED = replace(SPEC, name="adapted", adapters=(OWN,) * 8)
 LENGTHS = np.array([900, 20_000, 3_000, 700, 64, 5_000, 12_000, 300])
 
