@@ -220,6 +220,21 @@ def test_dropout_of_adapters_is_the_same_under_any_plan(seqloom_here, place):
     assert np.allclose(one, three, rtol=1e-9, atol=0)
 
 
+def test_check_predicts_a_run_that_trains_adapters_alone(seqloom_here, place):
+    """It says how many parameters are trained; without adapters that is all of them."""
+    sets = [word for each in settings(place, "check") for word in ("--set", each)]
+    model = tiny_model("llama")
+    every = sum(each.numel() for each in model.parameters())
+    linear = [each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and name != "lm_head"]
+    own = sum(3 * (each.in_features + each.out_features) for each in linear)
+    found = []
+    for words in ([], ["--set", "model.lora="]):
+        result = seqloom_here("check", place / "recipe.toml", *sets, *words, "--ranks", "2", "--batches", "1", "--json")
+        assert result.returncode == 0, result.stderr
+        found.append(json.loads(result.stdout)["parameters"])
+    assert found == [{"all": every + own, "trained": own}, {"all": every, "trained": every}]
+
+
 def test_verify_compares_adapters(seqloom_here, place):
     sets = [word for each in settings(place, "verify", model__lora__dropout=0.2) for word in ("--set", each)]
     result = seqloom_here("verify", place / "recipe.toml", *sets, "--ranks", "3", "--planners", "static,flex", "--json")

@@ -44,7 +44,7 @@ from seqloom.integrations.lora import (
     write_adapters,
 )
 from seqloom.integrations.transformers.attach import attach, model_adapter
-from seqloom.integrations.transformers.checks import decoder_layers, decoder_of
+from seqloom.integrations.transformers.checks import decoder_layers, decoder_of, unwrap
 from seqloom.integrations.transformers.describe import (
     LOCAL,
     describe_folder,
@@ -141,9 +141,12 @@ def describe_huggingface(config: Config) -> ModelSpec:
     spec, lora, folder = _describe_base(config), config.model.lora, cast("Path", config.model.huggingface)
     if lora is None:
         return spec
-    model = model_on_meta(folder)
-    add_adapters(model, lora, folder)
-    return replace(spec, adapters=describe_adapters(decoder_layers(model)))
+    model = add_adapters(model_on_meta(folder), lora, folder)
+    try:
+        attach(model.train(), longest=config.data.max_length)  # refuses adapters outside of layers
+    except SeqloomError as error:
+        raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
+    return replace(spec, adapters=describe_adapters(decoder_layers(unwrap(model))))
 
 
 def _describe_base(config: Config) -> ModelSpec:
