@@ -4,11 +4,11 @@ import json
 from fractions import Fraction
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.data import Mixture, Sampler
-from seqloom.data.mixture import take_turns
+from seqloom.data import Mixture, Sampler, mixture
 
 WEIGHTS = st.integers(1, 10_000).map(lambda number: number / 1_000)
 
@@ -21,8 +21,8 @@ def mixtures(draw):
     return list(map(np.array, lengths)), weights, draw(st.sampled_from(["tokens", "documents"]))
 
 
-def make(mixture, seed):
-    lengths, weights, by = mixture
+def make(mixed, seed):
+    lengths, weights, by = mixed
     return Mixture(lengths, weights, by=by, seed=seed)
 
 
@@ -31,9 +31,11 @@ def sources_of(order, lengths):
     return np.searchsorted(np.cumsum([len(part) for part in lengths]), order, side="right")
 
 
-@given(counts=st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any))
-def test_every_beginning_has_the_shares_of_the_whole_within_one(counts):
-    turns, total = take_turns(counts), sum(counts)
+@given(counts=st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any), block=st.integers(1, 800))
+def test_every_beginning_has_the_shares_of_the_whole_within_one(counts, block):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture, "_BLOCK", block)
+        turns, total = mixture.take_turns(counts), sum(counts)
     assert len(turns) == total
     for source, count in enumerate(counts):
         for places, found in enumerate(np.cumsum(turns == source).tolist(), 1):
@@ -41,15 +43,15 @@ def test_every_beginning_has_the_shares_of_the_whole_within_one(counts):
         assert (turns == source).sum() == count
 
 
-@given(mixture=mixtures(), seed=st.integers(0, 2**63))
-def test_shares_are_the_weights_over_epochs_and_within_them(mixture, seed):
-    lengths, weights, by = mixture
+@given(mixed=mixtures(), seed=st.integers(0, 2**63))
+def test_shares_are_the_weights_over_epochs_and_within_them(mixed, seed):
+    lengths, weights, by = mixed
     rates = [Fraction(str(weight)) for weight in weights]
     if by == "tokens":
         rates = [rate * len(part) / int(part.sum()) for rate, part in zip(rates, lengths, strict=True)]
     shares = [rate / sum(rates) for rate in rates]
     epoch_size = min(len(part) / share for part, share in zip(lengths, shares, strict=True))
-    found, drawn = make(mixture, seed), np.zeros(len(lengths), dtype=int)
+    found, drawn = make(mixed, seed), np.zeros(len(lengths), dtype=int)
     for epoch in range(4):
         sources = sources_of(found.order(epoch), lengths)
         counts = np.bincount(sources, minlength=len(lengths))
@@ -61,10 +63,10 @@ def test_shares_are_the_weights_over_epochs_and_within_them(mixture, seed):
         drawn += counts
 
 
-@given(mixture=mixtures(), seed=st.integers(0, 2**63), epochs=st.integers(1, 6))
-def test_no_document_comes_again_before_all_others_of_its_source(mixture, seed, epochs):
-    lengths, _, _ = mixture
-    found = make(mixture, seed)
+@given(mixed=mixtures(), seed=st.integers(0, 2**63), epochs=st.integers(1, 6))
+def test_no_document_comes_again_before_all_others_of_its_source(mixed, seed, epochs):
+    lengths, _, _ = mixed
+    found = make(mixed, seed)
     orders = [found.order(epoch) for epoch in range(epochs)]
     for order in orders:
         assert len(set(order.tolist())) == len(order), "no document is twice in an epoch"
@@ -79,17 +81,17 @@ def test_no_document_comes_again_before_all_others_of_its_source(mixture, seed, 
 
 
 @given(
-    mixture=mixtures(),
+    mixed=mixtures(),
     seed=st.integers(0, 2**63),
     parts=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 3), st.integers(1, 9)), min_size=1, max_size=5),
     data=st.data(),
 )
-def test_a_cursor_goes_on_with_the_rest_of_the_undisturbed_order(mixture, seed, parts, data):
-    lengths, _, _ = mixture
+def test_a_cursor_goes_on_with_the_rest_of_the_undisturbed_order(mixed, seed, parts, data):
+    lengths, _, _ = mixed
     joined = np.concatenate(lengths)
 
     def sampler(**size):
-        return Sampler(joined, joined - 1, seed=seed, mixture=make(mixture, seed), **size)
+        return Sampler(joined, joined - 1, seed=seed, mixture=make(mixed, seed), **size)
 
     state, seen = sampler(documents=1).state_dict(), []
     for steps, ranks, documents in parts:

@@ -178,7 +178,7 @@ def _draw(
     from seqloom.view.format import duration
 
     typer.echo(shared.cost_line(run.setup.cost))
-    typer.echo(f"training: {_documents_line(run.training)}")
+    typer.echo(f"training{', an epoch of the mixture' if run.sources else ''}: {_documents_line(run.training)}")
     taken = sum(each.taken_tokens for each in run.sources)
     for each in run.sources:
         typer.echo(

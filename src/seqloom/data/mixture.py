@@ -160,17 +160,20 @@ def take_turns(counts: Sequence[int]) -> np.ndarray:
     deadlines = [-(-(k + 1) * total // count) for k, count in zip(numbers, counts, strict=True) if count]
     free = np.concatenate(frees)
     by_time = np.argsort(free, kind="stable")
-    keys = (np.concatenate(deadlines) * len(counts) + sources)[by_time].tolist()
-    released = np.searchsorted(free[by_time], np.arange(total), side="right").tolist()
-    waiting: list[int] = []
-    turns, before = np.empty(total, dtype=np.int64), 0
-    for place, until in enumerate(released):
-        for key in keys[before:until]:
-            heappush(waiting, key)
-        before = until
-        turns[place] = heappop(waiting)
+    keys, free = (np.concatenate(deadlines) * len(counts) + sources)[by_time], free[by_time]
+    turns, waiting, before = np.empty(total, dtype=np.int64), [], 0
+    for block in range(0, total, _BLOCK):  # lists of Python's integers are fast and large
+        stop = min(block + _BLOCK, total)
+        released = np.searchsorted(free, np.arange(block, stop), side="right").tolist()
+        ready, offset = keys[before : released[-1]].tolist(), before
+        for place, until in enumerate(released, block):
+            for key in ready[before - offset : until - offset]:
+                heappush(waiting, key)
+            before = until
+            turns[place] = heappop(waiting)
     return turns % len(counts)
 
 
+_BLOCK = 1 << 16
 _WALK, _DRAW = 0x77616C6B, 0x64726177
 """Beside a seed: draws of a mixture are none of another shuffle."""
