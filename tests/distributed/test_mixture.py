@@ -25,6 +25,7 @@ def trained(seqloom_here, folder, ranks, *settings):
     return logged(folder, "loss"), logged(folder, "evaluation_loss")
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_on_where_it_was_on_other_ranks(seqloom_here, tmp_path):
     wanted = trained(seqloom_here, tmp_path / "whole", 1, MIXED)
     half = tmp_path / "whole" / "checkpoints" / "step-00000002"
