@@ -1,10 +1,14 @@
 """docs/data.md is run: its commands and its Python, one after the other in one folder."""
 
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from seqloom.data import IGNORE_INDEX, PrepareCounts, TokenStore
+from seqloom.train.config import Data
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -12,8 +16,8 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, run_block):
     blocks = FENCE.findall(PAGE)
-    assert [language for language, _ in blocks] == ["sh", "sh", "python"]
-    for language, block in blocks:
+    assert [language for language, _ in blocks] == ["sh", "sh", "python", "toml"]
+    for language, block in blocks[:3]:
         run_block(language, block)
     store = TokenStore(tmp_path / "store")
     assert store.meta.prepared["counts"] == {
@@ -29,6 +33,13 @@ def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, run_block):
     assert sorted(path.name for path in store.path.iterdir()) == sorted(
         re.findall(r"^ {6}([\w.]+) ", PAGE, re.MULTILINE)
     )
+
+
+def test_the_mixture_of_the_page_is_one():
+    [block] = [block for language, block in FENCE.findall(PAGE) if language == "toml"]
+    data = Data(**tomllib.loads(block)["data"], sequences=1)
+    assert data.sources is not None and [str(each.path) for each in data.sources] == ["web", "code", "maths"]
+    assert sum(each.weight for each in data.sources) == pytest.approx(1)
 
 
 def _shown(row: str) -> list[str]:

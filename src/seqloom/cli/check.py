@@ -131,6 +131,7 @@ def _as_dict(
         "parameters": _parameters(run.setup.spec),
         "epochs": run.setup.steps / run.training.batches,
         "training": asdict(run.training),
+        "sources": [asdict(each) for each in run.sources],
         "validation": None if run.validation is None else asdict(run.validation),
         "batches": [
             {"documents": len(batch), "tokens": batch.tokens, "longest": int(batch.lengths.max())}
@@ -196,7 +197,14 @@ def _draw(
             f"adapters: {parameters['trained']:,} of {parameters['all']:,} parameters are trained ({share:.2g} %); the "
             "frozen ones count without gradients and moments"
         )
-    typer.echo(f"training: {_documents_line(run.training)}")
+    typer.echo(f"training{', an epoch of the mixture' if run.sources else ''}: {_documents_line(run.training)}")
+    taken = sum(each.taken_tokens for each in run.sources)
+    for each in run.sources:
+        typer.echo(
+            f"  {each.path} ({100 * each.share:.3g} % of {run.setup.config.data.weigh_by}): {each.documents:,} "
+            f"documents, {each.tokens:,} tokens; the run takes {each.taken_documents:,} documents "
+            f"({each.passes:.3g} passes), {each.taken_tokens:,} tokens ({100 * each.taken_tokens / taken:.3g} %)"
+        )
     if run.validation is not None:
         typer.echo(f"validation: {_documents_line(run.validation)}")
     steps, ranks = run.setup.steps, run.setup.cost.ranks

@@ -2,6 +2,7 @@
 
 from seqloom.data.lengths import DocumentLengths, document_lengths
 from seqloom.data.megatron import MegatronSource
+from seqloom.data.mixture import JoinedSource, Mixture
 from seqloom.data.prepare import PrepareCounts, PrepareResult, prepare
 from seqloom.data.records import RecordFields
 from seqloom.data.rows import RowReader, rank_rows
@@ -15,8 +16,10 @@ __all__ = [
     "Batch",
     "DocumentLengths",
     "DocumentSubset",
+    "JoinedSource",
     "LengthLimitedSource",
     "MegatronSource",
+    "Mixture",
     "PrepareCounts",
     "PrepareResult",
     "RecordFields",

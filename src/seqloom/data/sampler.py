@@ -1,4 +1,4 @@
-"""Which documents make a step: a shuffle per epoch, cut into batches at one global cursor; or batches packed ahead.
+"""Which documents make a step: an order per epoch, cut into batches at one global cursor; or batches packed ahead.
 
 The cursor (epoch, position) is all the state there is. It counts documents of the whole run, not of a rank, so a run
 resumes where it stopped on any number of ranks, and also with another batch size.
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from seqloom.data.mixture import Mixture
 from seqloom.data.source import read_only
 from seqloom.errors import SeqloomError
 
@@ -60,7 +61,8 @@ class Batch:
 class Sampler:
     """Endless batches. An epoch is every document once, in an order of its own; its last batch may be smaller.
 
-    Same lengths, seed and batch rule: same batches, on every rank and machine.
+    Of a mixture an epoch is what `Mixture` says. Same lengths, seed and batch rule: same batches, on every rank and
+    machine.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class Sampler:
         documents: int | None = None,
         tokens: int | None = None,
         packed: PackedBatches | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """Start at the first document of epoch 0, with `lengths` and `valid` of all documents, int64[n] each.
 
         A batch has so many `documents`; or as many, in their order, as fit in so many `tokens`; or is `packed` ahead.
+        With a `mixture` the documents are those of its sources, one source after the other.
         """
         self._lengths, self._valid = read_only(lengths), read_only(valid)
         if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.shape != self._valid.shape:
@@ -83,6 +87,11 @@ class Sampler:
         if sum(rule is not None for rule in (documents, tokens, packed)) != 1:
             raise SeqloomError(
                 "a batch has so many documents or so many tokens, or is packed ahead; give one of the three"
+            )
+        if mixture is not None and (packed is not None or sum(mixture.documents) != len(self._lengths)):
+            raise SeqloomError(
+                f"a mixture of {sum(mixture.documents):,} documents beside lengths of {len(self._lengths):,}, or "
+                "batches that are packed ahead; give the lengths of its sources, and a size of batches"
             )
         size = next((size for size in (documents, tokens) if size is not None), 1)
         if size < 1 or seed < 0:
@@ -94,6 +103,7 @@ class Sampler:
                 f"{long:,} documents are longer than a batch of {size:,} tokens, the longest has "
                 f"{int(self._lengths.max()):,}; raise the budget, or truncate or drop long documents"
             )
+        self._mixture = mixture
         self._lengths_sha256 = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
         self._order: PackedBatches = lru_cache(maxsize=2)(packed or self._shuffle)
         self.epoch = 0  # of the next batch
@@ -116,7 +126,7 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor and digests of the data it points into, ready for JSON."""
-        state = {
+        state: dict[str, Any] = {
             "epoch": self.epoch,
             "position": self.position,
             "seed": self._seed,
@@ -125,6 +135,8 @@ class Sampler:
         }
         if self._packed is not None:
             state["steps_sha256"] = self._packed_sha256
+        if self._mixture is not None:
+            state["mixture"] = self._mixture.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -135,6 +147,7 @@ class Sampler:
                 "the sampler's state is of other batches: they were packed ahead, for another machine or limit, or "
                 "only one of both was; resume with the ranks and limits of the run, or start a new one"
             )
+        mixtures = state.get("mixture"), mine.pop("mixture", None)
         missing = [name for name in mine if name not in state]
         if missing:
             raise SeqloomError(f"the sampler's state has no {missing[0]!r}; it needs {', '.join(mine)}")
@@ -144,11 +157,18 @@ class Sampler:
                     f"the sampler's state has {name} {state[name]!r}, this sampler {mine[name]!r}; "
                     "resume with the data and the seed of the run, or start a new one"
                 )
+        if mixtures[0] != mixtures[1]:
+            raise SeqloomError(
+                "the sampler's state is of another mixture: other sources or weights, or only one of both is a "
+                "mixture; resume with the sources and weights of the run, or start a new one"
+            )
         epoch, position = state["epoch"], state["position"]
-        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position < len(self._lengths):
+        whole = type(epoch) is int and type(position) is int and epoch >= 0
+        documents = len(self._order(epoch)[0]) if whole and self._mixture is not None else len(self._lengths)
+        if not whole or not 0 <= position < documents:
             raise SeqloomError(
                 f"the sampler's state is at epoch {epoch!r}, position {position!r}; an epoch has positions "
-                f"0 .. {len(self._lengths) - 1}"
+                f"0 .. {documents - 1}"
             )
         self.epoch, self.position = epoch, position
 
@@ -170,6 +190,9 @@ class Sampler:
 
         The shuffle sorts by random keys: that uses the raw stream of the generator only, which numpy promises to keep.
         """
-        keys = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
-        order = np.argsort(keys, kind="stable")
+        if self._mixture is not None:
+            order = self._mixture.order(epoch)
+        else:
+            keys = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
+            order = np.argsort(keys, kind="stable")
         return order, np.cumsum(self._lengths[order])

@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.api import Evaluation, evaluate
 from seqloom.cost import CostModel
 from seqloom.cost.engines import AnalyticEngine
-from seqloom.data import Batch, LengthLimitedSource, Sampler, Source
+from seqloom.data import Batch, JoinedSource, LengthLimitedSource, Sampler, Source
 from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
@@ -50,6 +50,19 @@ class DocumentCounts:
     unlabelled: int  # batches of the first epoch in which no label counts
 
 
+@dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """What a source of a mixture holds under the config's limit of length, and what the whole run takes of it."""
+
+    path: str
+    share: float  # its weight beside those of all sources
+    documents: int
+    tokens: int
+    taken_documents: int  # as often as they come
+    taken_tokens: int
+    passes: float  # times that the run goes through it
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunCheck:
     """A run before anything is planned: its documents, and a sample of its first batches."""
@@ -59,6 +72,7 @@ class RunCheck:
     validation: DocumentCounts | None
     sample: tuple[Batch, ...]
     resumed: tuple[Path, Manifest] | None = None  # the checkpoint that the run begins from
+    sources: tuple[SourceCounts, ...] = ()  # of a mixture
 
     @property
     def has_baseline(self) -> bool:
@@ -161,14 +175,17 @@ def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe
     path = resumed_checkpoint(latest_checkpoint(config.checkpoints), config.checkpoint.resume)
     resumed = None if path is None else (path, Manifest.read(path))
     config, source, cost = setup.config, setup.source, setup.cost
-    _refuse_too_long("data.source", source, cost, setup.planners)
+    mixed = isinstance(source, JoinedSource)
+    for part in source.parts if mixed else (source,):
+        _refuse_too_long(f"data.sources: {part.name}" if mixed else "data.source", part, cost, setup.planners)
     validation = None
     if config.data.evaluates:
         documents = open_documents(config, setup.spec, evaluation=True)
         _refuse_too_long("data.validation", documents, cost, setup.planners)
         validation = _count_documents(documents, make_sampler(config, documents))
     training = _count_documents(source, make_sampler(config, source, cost))
-    return RunCheck(setup, training, validation, tuple(setup.sampler.peek(min(batches, setup.steps))), resumed)
+    sample = tuple(setup.sampler.peek(min(batches, setup.steps)))
+    return RunCheck(setup, training, validation, sample, resumed, _count_sources(setup))
 
 
 def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPlanners) -> None:
@@ -194,16 +211,39 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPl
 
 
 def _count_documents(source: Source, sampler: Sampler) -> DocumentCounts:
-    limited = source if isinstance(source, LengthLimitedSource) else None
-    valid = []
+    parts = source.parts if isinstance(source, JoinedSource) else (source,)
+    limited = [part for part in parts if isinstance(part, LengthLimitedSource)]
+    batches = []
     while sampler.epoch < 1:
-        valid.append(sampler.next_batch().valid_tokens)
+        batch = sampler.next_batch()
+        batches.append((len(batch), batch.tokens, batch.valid_tokens))
+    documents, tokens, valid = np.array(batches).sum(axis=0).tolist()
     return DocumentCounts(
-        *(len(source), int(source.lengths.sum()), sum(valid), int(source.lengths.max())),
-        *((limited.truncated, limited.dropped, limited.lost_tokens) if limited else (0, 0, 0)),
-        batches=len(valid),
-        unlabelled=valid.count(0),
+        *(documents, tokens, valid, int(source.lengths.max())),
+        *(sum(part.truncated for part in limited), sum(part.dropped for part in limited)),
+        lost=sum(part.lost_tokens for part in limited),
+        batches=len(batches),
+        unlabelled=sum(not valid for _, _, valid in batches),
     )
+
+
+def _count_sources(setup: RunSetup) -> tuple[SourceCounts, ...]:
+    """Count what all steps of a run take of each source of its mixture."""
+    source, named = setup.source, setup.config.data.sources
+    if not isinstance(source, JoinedSource) or named is None:
+        return ()
+    sampler, times = make_sampler(setup.config, source, setup.cost), np.zeros(len(source), dtype=np.int64)
+    for _ in range(setup.steps):
+        times[sampler.next_batch().documents] += 1  # no document is twice in a batch
+    weights, counts = sum(each.weight for each in named), []
+    for each, part, start in zip(named, source.parts, source.starts.tolist(), strict=True):
+        taken = times[start : start + len(part)]
+        documents, tokens = int(taken.sum()), int(taken @ part.lengths)
+        held = (len(part), int(part.lengths.sum()))
+        counts.append(
+            SourceCounts(str(each.path), each.weight / weights, *held, documents, tokens, documents / len(part))
+        )
+    return tuple(counts)
 
 
 def predict_steps(run: RunCheck, progress: Progress | None = None) -> list[PredictedSteps]:
@@ -278,6 +318,13 @@ def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
         warnings.append(
             f"no label counts in {run.training.unlabelled:,} of the first epoch's {run.training.batches:,} batches, "
             "and such a step is refused; put more documents in a step, or prepare the data without such documents"
+        )
+    if run.sources and run.training.batches == 1:
+        ending = max(run.sources, key=lambda each: each.passes)
+        warnings.append(
+            f"an epoch of the mixture ends when {ending.path!r} has been gone through: after "
+            f"{run.training.documents:,} documents, which are one step, perhaps a smaller one than asked for; lower "
+            "its weight, or put fewer documents in a step"
         )
     every, batches = config.evaluation.every, config.evaluation.batches
     if run.validation is not None and not every:

@@ -20,6 +20,7 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from seqloom.cost import Profile
+from seqloom.data.mixture import WeighBy
 from seqloom.data.source import SYNTHETIC
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError, import_extra, unknown_name
@@ -74,7 +75,7 @@ class Run:
     steps: Positive | None = None
     """Optimiser steps. Either this or `epochs`."""
     epochs: Positive | None = None
-    """Times that every document is seen."""
+    """Times that every document is seen; of a mixture, every document of the source that is gone through first."""
     seed: Count = 0
     """Of the order of documents and of planners."""
     ranks: Positive = 1
@@ -145,11 +146,26 @@ class Model:
 
 
 @_checked
+class WeightedSource:
+    """A source of a mixture."""
+
+    path: Path
+    """In any form of `data.source`."""
+    weight: Real = 1.0
+    """Its share beside the weights of the others, above 0; all weights need not add up to 1."""
+
+
+@_checked
 class Data:
     """Which documents, and how many of them make a step."""
 
-    source: Path
-    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600."""
+    source: Path | None = None
+    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600. Either
+    this or `sources`."""
+    sources: tuple[WeightedSource, ...] | None = None
+    """A mixture of such sources, each with a weight."""
+    weigh_by: WeighBy = "tokens"
+    """What weights are shares of, tokens or documents."""
     validation: Path | None = None
     """Documents for evaluation, in either form."""
     validation_share: Decay = 0.0
@@ -172,6 +188,8 @@ class Data:
         return self.validation is not None or self.validation_share > 0
 
     def __post_init__(self) -> None:
+        _require_one(self, "data", "source", "sources")
+        self._check_mixture()
         _require_one(self, "data", "sequences", "tokens")
         if self.validation is not None and self.validation_share:
             raise SeqloomError(
@@ -192,6 +210,34 @@ class Data:
             raise SeqloomError(
                 f"data.tokens = {self.tokens} is less than data.max_length = {self.max_length}, so the longest "
                 "document is in no step; raise tokens, or lower max_length"
+            )
+
+    def _check_mixture(self) -> None:
+        """Refuse a mixture without sources, with weights of nothing, or beside what knows one source only."""
+        if self.sources is None:
+            if self.weigh_by != "tokens":
+                raise SeqloomError(
+                    f"data.weigh_by = {self.weigh_by!r} without data.sources, so nothing is weighed; leave it out, or "
+                    "give sources with weights"
+                )
+            return
+        if not self.sources:
+            raise SeqloomError("data.sources = [] names no source; name some, or one in data.source")
+        paths = [str(each.path) for each in self.sources]
+        for number, each in enumerate(self.sources):
+            if each.weight == 0:
+                raise SeqloomError(
+                    f"data.sources: {paths[number]!r} has weight 0, so none of its documents would come; take it out, "
+                    "or give a weight above 0"
+                )
+            if paths.index(paths[number]) < number:
+                raise SeqloomError(
+                    f"data.sources names {paths[number]!r} twice; name it once, with the sum of both weights"
+                )
+        if self.batches == "hbp":
+            raise SeqloomError(
+                "data.batches = 'hbp' with data.sources: packs are made of all documents, whatever the weights; leave "
+                "batches out, or name one data.source"
             )
 
 
@@ -507,6 +553,13 @@ def _absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a copy of a config's mapping in which paths are absolute, those that were relative below `folder`."""
 
     def absolute(name: str, value: Any) -> Any:
+        if name == "data.sources" and isinstance(value, list):
+            return [
+                each | {"path": absolute("data.source", each["path"])}
+                if isinstance(each, dict) and "path" in each
+                else each
+                for each in value
+            ]
         if not isinstance(value, str):
             return value
         if name in _PATHS:

@@ -15,7 +15,17 @@ import numpy as np
 
 from seqloom.api import cost_models
 from seqloom.cost import CostModel
-from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source, split_source
+from seqloom.data import (
+    Batch,
+    JoinedSource,
+    LengthLimitedSource,
+    Mixture,
+    Sampler,
+    Source,
+    open_source,
+    split_source,
+)
+from seqloom.data.mixture import check_same_vocabulary
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.huggingface import position_rows
 from seqloom.errors import MemoryBudgetError, SeqloomError
@@ -148,21 +158,47 @@ def open_documents(config: Config, spec: ModelSpec, *, evaluation: bool = False)
     """
     data = config.data
     path = data.validation if evaluation and data.validation is not None else data.source
-    source: Source = open_source(path, vocabulary=spec.vocabulary)
-    if data.validation_share:
-        source = split_source(source, data.validation_share, seed=config.run.seed)[evaluation]
-    if config.data.max_length is not None:
-        source = LengthLimitedSource(source, config.data.max_length, config.data.too_long)
-    folder, longest = config.model.huggingface, int(source.lengths.argmax())
-    if folder is None or not spec.learned_positions:
-        return source
-    positions = position_rows(read_mapping(folder / "config.json"))
+    if path is not None:
+        source = _divide_and_limit(config, open_source(path, vocabulary=spec.vocabulary), evaluation)
+    else:
+        source = _open_mixture(config, spec, evaluation)
+    folder = config.model.huggingface
+    if folder is not None and spec.learned_positions:
+        positions = position_rows(read_mapping(folder / "config.json"))
+        for part in source.parts if isinstance(source, JoinedSource) else (source,):
+            _check_positions(part, positions)
+    return source
+
+
+def _check_positions(source: Source, positions: int) -> None:
+    """Refuse a document with more tokens than a model has positions."""
+    longest = int(source.lengths.argmax())
     if source.lengths[longest] > positions:
         raise SeqloomError(
-            f"{path}: document {longest} has {source.lengths[longest]:,} tokens, and the model a table of "
+            f"{source.name}: document {longest} has {source.lengths[longest]:,} tokens, and the model a table of "
             f"{positions:,} positions; set data.max_length = {positions}, and data.too_long = 'truncate' or 'drop'"
         )
-    return source
+
+
+def _open_mixture(config: Config, spec: ModelSpec, evaluation: bool) -> JoinedSource:
+    """Open the sources of a mixture, each with a share for evaluation and under the limit of length by itself."""
+    named = config.data.sources or ()
+    sources, parts = [open_source(each.path, vocabulary=spec.vocabulary) for each in named], []
+    check_same_vocabulary(sources)
+    for each, source in zip(named, sources, strict=True):
+        try:
+            parts.append(_divide_and_limit(config, source, evaluation))
+        except SeqloomError as error:
+            raise SeqloomError(f"data.sources: {str(each.path)!r}: {error}") from None
+    return JoinedSource(parts)
+
+
+def _divide_and_limit(config: Config, source: Source, evaluation: bool) -> Source:
+    """Return the part of training, or that of evaluation, under the config's limit of length."""
+    data = config.data
+    if data.validation_share:
+        source = split_source(source, data.validation_share, seed=config.run.seed)[evaluation]
+    return source if data.max_length is None else LengthLimitedSource(source, data.max_length, data.too_long)
 
 
 def make_sampler(config: Config, source: Source, cost: CostModel | None = None) -> Sampler:
@@ -179,7 +215,12 @@ def make_sampler(config: Config, source: Source, cost: CostModel | None = None) 
             return packing.documents, packing.pack_starts[packing.step_starts]
 
         return Sampler(source.lengths, source.valid, seed=seed, packed=packed)
-    return Sampler(source.lengths, source.valid, seed=seed, documents=data.sequences, tokens=data.tokens)
+    mixture = None
+    if isinstance(source, JoinedSource):
+        lengths, weights = [part.lengths for part in source.parts], [each.weight for each in data.sources or ()]
+        mixture = Mixture(lengths, weights, by=data.weigh_by, seed=seed)
+    size = {"documents": data.sequences, "tokens": data.tokens}
+    return Sampler(source.lengths, source.valid, seed=seed, mixture=mixture, **size)
 
 
 def _count_steps(config: Config, source: Source, cost: CostModel) -> int:

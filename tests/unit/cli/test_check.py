@@ -59,6 +59,32 @@ def settings(values):
     return given(values)
 
 
+def test_what_a_run_takes_of_each_source(run, settings, tmp_path):
+    def store(name, lengths):
+        with StoreWriter(tmp_path / name, vocabulary=257) as writer:
+            for length in lengths:
+                writer.add([1] * length)
+        return tmp_path / name
+
+    # Mean lengths 20 and 10: three quarters of the tokens are 3 documents to 2. An epoch ends after 4 of the second,
+    # with 6 of the first, and 6 steps of 5 documents are three epochs.
+    first, second = store("first", [10, 30] * 6), store("second", [5, 15, 5, 15])
+    sources = f"data.sources=[{{path='{first}', weight=3}}, {{path='{second}', weight=1}}]"
+    words = [*settings, *given(["data.source=", sources, "data.sequences=5", "run.steps=6", "evaluation.every=0"])]
+    report = run("check", str(RECIPE), *words, "--json", "--batches", "1").json
+    held = {"documents": 12, "tokens": 240, "taken_documents": 18, "passes": 1.5}
+    tokens = [each.pop("taken_tokens") for each in report["sources"]]
+    assert report["sources"][0] == {"path": str(first), "share": 0.75, **held}
+    held = {"documents": 4, "tokens": 40, "taken_documents": 12, "passes": 3.0}
+    assert report["sources"][1] == {"path": str(second), "share": 0.25, **held}
+    assert tokens[1] == 120 and 18 * 20 - 60 <= tokens[0] <= 18 * 20 + 60
+    assert report["training"]["documents"] == 10 and report["epochs"] == 3
+    shown = run("check", str(RECIPE), *words, "--batches", "1").out
+    assert f"{second} (25 % of tokens): 4 documents, 40 tokens; the run takes 12 documents (3 passes), 120" in shown
+    wide = [*words, *given(["data.sequences=10"])]
+    assert "an epoch of the mixture ends when" in run("check", str(RECIPE), *wide, "--batches", "1").out
+
+
 def test_figures_of_the_run(run, settings):
     report = run("check", str(RECIPE), *settings, "--json", "--batches", "3").json
     assert report["training"] == {

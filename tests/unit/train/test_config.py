@@ -16,6 +16,7 @@ from seqloom.train.config import (
     Lora,
     Optimiser,
     Run,
+    WeightedSource,
     fetch_model,
     is_model_name,
     merge_overrides,
@@ -154,7 +155,9 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
         ("data.max_length=1", r"data.max_length = 1: input should be greater than or equal to 2"),
         ("data.too_long=drop", r"data.too_long = 'drop' without data.max_length"),
         ("data.too_long=cut", r"data.too_long = 'cut': input should be 'refuse', 'truncate' or 'drop'"),
-        ("data.source=", r"key 'data.source' is missing"),
+        ("data.source=", r"data.source and data.sources: neither is given; give exactly one"),
+        ("data.sources=[{path='a'}]", r"data.source and data.sources: both are given; give exactly one"),
+        ("data.weigh_by=documents", r"data.weigh_by = 'documents' without data.sources, so nothing is weighed"),
         ("plan.cluster=8xH2000", r"unknown device 'H2000'; did you mean"),
         ("plan.profile=h2", r"unknown profile 'h2'; did you mean"),
         ("plan.sharding=half", r"plan.sharding = 'half': input should be 'full', 'hybrid', 'none' or 'free'"),
@@ -315,3 +318,38 @@ def test_a_share_for_evaluation_excludes_documents_of_their_own(write):
         SeqloomError, match=r"data.validation_share = 0.25 beside data.validation.*leave one of them out"
     ):
         Config.load(write(LEAST), ["data.validation_share=0.25", "data.validation=other"])
+
+
+MIXED = LEAST.replace('source = "store"', 'sources = [{ path = "a", weight = 0.7 }, { path = "toy:9", weight = 3 }]')
+
+
+def test_a_mixture_of_sources(write, tmp_path, monkeypatch):
+    data = Config.load(write(MIXED)).data
+    assert data.sources == (WeightedSource(tmp_path / "a", 0.7), WeightedSource(Path("toy:9"), 3.0))
+    monkeypatch.chdir(tmp_path.parent)
+    words = ["data.source=", "data.sources=[{path='b'}, {path='c', weight=2}]", "data.weigh_by=documents"]
+    data = Config.load(write(LEAST), words).data
+    assert data.sources == (WeightedSource(tmp_path.parent / "b", 1.0), WeightedSource(tmp_path.parent / "c", 2.0))
+    config = Config.load(write(MIXED))
+    assert build(Config, json.loads(json.dumps(config.as_dict())), "again") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.sources=[]", r"data.sources = \[\] names no source; name some"),
+        ("data.sources=[{path='a', weight=0}]", r"a' has weight 0, so none .*give a weight above 0"),
+        ("data.sources=[{path='a', weight=-1}]", r"data.sources.0.weight = -1: input should be greater than"),
+        ("data.sources=[{path='a', weight=true}]", r"data.sources.0.weight = True: input should be a valid number"),
+        ("data.sources=[{path='a', weight=inf}]", r"data.sources.0.weight = inf: input should be a finite number"),
+        ("data.sources=[{path='a', wieght=1}]", r"unknown key 'data.sources.0.wieght'; did you mean 'weight'"),
+        ("data.sources=[{weight=1}]", r"key 'data.sources.0.path' is missing"),
+        ("data.sources=['a']", r"data.sources.0 = 'a': input should be"),
+        ("data.sources=[{path='a'}, {path='./a'}]", r"data.sources names '.*a' twice; name it once"),
+        ("data.batches=hbp", r"data.batches = 'hbp' with data.sources: packs are made of all documents"),
+    ],
+)
+def test_mixtures_that_are_refused(override, message, write):
+    words = [override, "data.sequences=", "data.tokens=100"]
+    with pytest.raises(SeqloomError, match=message):
+        Config.load(write(MIXED), words)

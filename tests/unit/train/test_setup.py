@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel
+from seqloom.data import StoreWriter
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.plan import Stage
@@ -445,3 +446,38 @@ def test_a_share_is_set_aside_before_the_limit_of_length():
         kept = [number for number, length in enumerate(part.lengths.tolist()) if length <= 300]
         assert short.lengths.tolist() == part.lengths[kept].tolist() and 0 < len(kept) < len(part)
         assert short.tokens(3, 0, 5).tolist() == part.tokens(kept[3], 0, 5).tolist()
+
+
+MIXED = "data.sources=[{path = 'toy:200', weight = 0.75}, {path = 'toy:50:1', weight = 0.25}]"
+
+
+def test_a_share_of_every_source_of_a_mixture_is_set_aside():
+    def setup(*settings):
+        words = ["data.source=", MIXED, "data.validation=", "run.steps=2", "schedule.warmup=1", *settings]
+        return RunSetup.load(Config.load(RECIPES / "tiny-cpu.toml", words), 2)
+
+    whole, divided = setup("evaluation.every=0"), setup("data.validation_share=0.2")
+    evaluation, batches = divided.validation()
+    assert [len(part) for part in whole.source.parts] == [200, 50]
+    assert [len(part) for part in divided.source.parts] == [160, 40]
+    assert [len(part) for part in evaluation.parts] == [40, 10]
+    for number in range(2):
+        parts = (divided.source.parts[number], evaluation.parts[number])
+        together = sorted(length for part in parts for length in part.lengths.tolist())
+        assert together == sorted(whole.source.parts[number].lengths.tolist())
+    assert sum(len(batch) for batch in batches) == 32
+    with pytest.raises(SeqloomError, match=r"data.sources: 'toy:200': every document is longer than 2 tokens"):
+        setup("data.max_length=2", "data.too_long=drop", "data.validation_share=0.2")
+
+
+def test_missing_and_unfit_sources_of_a_mixture_are_named(tmp_path):
+    def load(sources):
+        words = ["data.source=", f"data.sources={sources}", "data.max_length=", "data.too_long=refuse"]
+        return RunSetup.load(Config.load(RECIPES / "tiny-cpu.toml", words), 2)
+
+    with pytest.raises(SeqloomError, match="nowhere' is no token store, it does not exist; make one with"):
+        load("[{path='toy:9'}, {path='nowhere'}]")
+    with StoreWriter(tmp_path / "small", vocabulary=100) as writer:
+        writer.add([1, 2, 3])
+    with pytest.raises(SeqloomError, match=r"a vocabulary of 257 ids, .*small one of 100; prepare both with the model"):
+        load(f"[{{path='toy:9'}}, {{path='{tmp_path / 'small'}'}}]")
