@@ -119,10 +119,13 @@ class BatchProblem:
         It equals ``cost.plan_ns`` of the plan that `plan` builds, but for the exposed resharding time under free
         sharding. NICs and NVLink ports never decide: groups lie on disjoint blocks of the family, and a block that
         crosses nodes consists of whole nodes. So no two groups of a round share a NIC, and one group's traffic on a NIC
-        or port never takes longer than the group.
+        or port never takes longer than the group. Experts get the tokens of all ranks of an EP group, which tables of
+        documents do not know, so a model with experts is priced by its plan.
         """
         if not rounds:
             return 0
+        if self.cost.model.moe_layers:
+            return self.cost.plan_ns(self.plan(rounds, ""))
         cost, reduce = self.cost, self.policy.reduce
         checkpoints = [self.checkpoint(groups) for groups in rounds]
         size, times = cost.shard_group_size, iter(self._group_times(rounds, checkpoints))
