@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -147,7 +148,7 @@ class ShardedParameters(NamedTuple):
     stride: int  # how far these ranks are apart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AnalyticEngine(CostEngine):
     """Kernels and links of a profile, composed for any model and cluster."""
 
@@ -394,11 +395,11 @@ class AnalyticEngine(CostEngine):
             return 0.0
         return self.links.collective(GRADIENT_BYTES * part.trained, part.ranks, part.reductions, part.stride)
 
-    @property
-    def _round_collectives(self) -> Iterator[ShardedParameters]:
+    @cached_property
+    def _round_collectives(self) -> tuple[ShardedParameters, ...]:
         """Collectives over all parameters of a plan of one stage."""
         every = LayerRange(0, self.model.layers, self.model.layers)
-        return self._collectives([every], self.shard_ranks * self.tensor)
+        return tuple(self._collectives([every], self.shard_ranks * self.tensor))
 
     def _optimiser_ns(self, parameters: float) -> float:
         """ns of the optimiser's step on this many parameters of a rank."""

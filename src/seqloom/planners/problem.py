@@ -54,7 +54,8 @@ class BatchProblem:
     @property
     def fits(self) -> bool:
         """Whether the largest group holds the longest document."""
-        return bool(self.tables.tokens.max() <= self.tables.degree.max() * self.tables.capacity)
+        longest, widest = self.lengths.max(), max(shape.degree for shape in self.cost.shapes)
+        return bool(self.cost.padded_lengths(longest) <= widest * self.cost.capacity(self.policy))
 
     def too_long(self) -> MemoryBudgetError:
         """The error that names the document beyond the largest group's memory, and the way out."""

@@ -69,12 +69,30 @@ def test_memory_filled_to_the_brim_is_packed():
     assert flex <= 1.02 * optimum
 
 
+def batch_options(tokens, count, cost, stream=0):
+    prices = [price_documents(tokens.astype(float), cost, policy) for policy in cost.policies]
+    return BatchOptions.of(prices, count, cost.ranks, stream)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equal_documents_count_as_often_as_they_are_there(seed):
+    lengths, cost = case(seed)
+    repeated = np.repeat(lengths, np.arange(len(lengths)) % 3 + 1)
+    apart = batch_options(cost.padded_lengths(repeated), np.ones_like(repeated), cost)
+    together = batch_options(*np.unique(cost.padded_lengths(repeated), return_counts=True), cost)
+    start = together.longest_ns
+    assert start == apart.longest_ns and together.documents == len(repeated)
+    assert rounds_needed(together) == rounds_needed(apart)
+    for part in (throughput_bound, timeline_bound):
+        assert part(together, start) == pytest.approx(part(apart, start), rel=1e-9)
+    assert lock_step_bound([together]) == pytest.approx(lock_step_bound([apart]), rel=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(0, 18, 3))
 def test_every_part_of_the_bound_is_one(seed):
     lengths, cost = case(seed)
     optimum = shortest_step(lengths, cost, cost.policies[0])
-    prices = [price_documents(cost.padded_lengths(lengths).astype(float), cost, policy) for policy in cost.policies]
-    options = BatchOptions.of(prices, cost.ranks, 0)
+    options = batch_options(cost.padded_lengths(lengths), np.ones_like(lengths), cost)
     longest = options.longest_ns
     parts = [throughput_bound(options, longest), timeline_bound(options, longest), lock_step_bound([options])]
     assert longest > 0 and all(longest <= part * (1 + 1e-9) and part <= optimum * (1 + 1e-9) for part in parts)

@@ -78,13 +78,14 @@ def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
 
 def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> int:
     """The bound for plans whose rounds use any of these policies, which differ in checkpointing only."""
-    tokens = cost.padded_lengths(np.asarray(lengths, np.int64)).astype(float)
+    padded, count = np.unique(cost.padded_lengths(np.asarray(lengths, np.int64)), return_counts=True)
+    tokens = padded.astype(float)
     pure = [price_documents(tokens, cost, policy) for policy in policies]
     prices = price_mixes(pure, cost, LAYER_PARTS)
     streams = [0]
     streams += [1] * any(p.overlaps for p in prices)
     streams += [2] * any(p.cost[2].any() or p.round_fixed[2] > 0 for p in prices)
-    options = [BatchOptions.of(prices, cost.ranks, stream) for stream in streams]
+    options = [BatchOptions.of(prices, count, cost.ranks, stream) for stream in streams]
     best = options[0].longest_ns
     for stream in options:
         best = max(best, throughput_bound(stream, best))
@@ -92,7 +93,7 @@ def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[Memo
     if cost.shard_group_size == cost.ranks:
         best = max(best, lock_step_bound(options))
         if len(policies) > 1:
-            best = max(best, mixture_bound(price_mixes(pure, cost, MIXTURE_LAYER_PARTS), cost.ranks))
+            best = max(best, mixture_bound(price_mixes(pure, cost, MIXTURE_LAYER_PARTS), count, cost.ranks))
     return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in policies)
 
 
@@ -117,7 +118,7 @@ def first_feasible(impossible: Callable[[float], bool], low: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class DocumentOptions:
-    """Documents with the same options: ``O`` options, ``m`` documents, one stream. ns."""
+    """Documents with the same options: ``O`` options, ``m`` lengths, one stream. ns."""
 
     degree: np.ndarray  # float64[O, 1]
     round_fixed: np.ndarray  # float64[O, 1]: what a round costs a rank before any group
@@ -127,10 +128,11 @@ class DocumentOptions:
     solo_ns: np.ndarray  # float64[O, m]: least time of a round with this document; NEVER where memory does not hold it
     memory_share: np.ndarray  # float64[O, m]: part of a rank's memory that the document fills, on each of its ranks
     tokens: np.ndarray  # float64[m]
+    count: np.ndarray  # int64[m]: documents of this length
 
     @cached_property
     def work(self) -> np.ndarray:
-        """float64[O, m]: what the document costs all its ranks together, rank-ns."""
+        """float64[O, m]: what a document costs all its ranks together, rank-ns."""
         return self.degree * self.cost
 
     def finishes_within(self, step: float) -> np.ndarray:
@@ -141,12 +143,12 @@ class DocumentOptions:
         """float64[O, m]: work of the options that finish in a step of this length; infinite for the others."""
         return np.where(self.finishes_within(step), self.work, np.inf)
 
-    def select(self, options: np.ndarray, documents: np.ndarray) -> DocumentOptions:
-        """Some options (bool[O]) of some documents (bool[m])."""
+    def select(self, options: np.ndarray, lengths: np.ndarray) -> DocumentOptions:
+        """Some options (bool[O]) of some lengths (bool[m])."""
         by_option = (self.degree, self.round_fixed, self.group_fixed)
         by_both = (self.cost, self.movable, self.solo_ns, self.memory_share)
-        selected = [each[options] for each in by_option] + [each[options][:, documents] for each in by_both]
-        return DocumentOptions(*selected, tokens=self.tokens[documents])
+        selected = [each[options] for each in by_option] + [each[options][:, lengths] for each in by_both]
+        return DocumentOptions(*selected, tokens=self.tokens[lengths], count=self.count[lengths])
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +163,11 @@ class BatchOptions:
     longest_ns: float  # Time of the most demanding document at its fastest: no step is shorter
 
     @classmethod
-    def of(cls, prices: Sequence[DegreePrices], ranks: int, stream: int) -> BatchOptions:
-        """One stream of the priced policies; documents that are best on one rank in any case get no other option."""
+    def of(cls, prices: Sequence[DegreePrices], count: np.ndarray, ranks: int, stream: int) -> BatchOptions:
+        """One stream of the priced policies, for so many documents of each length.
+
+        Documents that are best on one rank in any case get no other option.
+        """
         tokens = prices[0].tokens
         solo_ns = np.concatenate([p.solo_ns for p in prices])
         every = DocumentOptions(
@@ -174,12 +179,13 @@ class BatchOptions:
             solo_ns=solo_ns,
             memory_share=np.concatenate([tokens / (p.degree[:, None] * p.capacity) for p in prices]),
             tokens=tokens,
+            count=count,
         )
         longest = float(solo_ns.min(axis=0).max())
         token_ns = (every.work / tokens)[solo_ns < float(NEVER)].min()
         if every.movable.any():
             token_ns = min(token_ns, *(p.linear for p in prices))
-        mean = np.where(solo_ns < float(NEVER), every.work, np.inf).min(axis=0).sum() / ranks
+        mean = np.where(solo_ns < float(NEVER), every.work, np.inf).min(axis=0) @ count / ranks
         least_degree = every.degree[:, 0] == every.degree.min()
         single = _best_on_one_rank(every, len(prices), longest, max(longest, float(mean)))
         blocks = every.select(least_degree, single), every.select(np.ones_like(least_degree), ~single)
@@ -194,20 +200,25 @@ class BatchOptions:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """float64[n], block after block."""
-        return np.concatenate([block.tokens for block in self.blocks])
+        """float64[n]: those of all documents of a length, block after block."""
+        return np.concatenate([block.tokens * block.count for block in self.blocks])
+
+    @property
+    def documents(self) -> int:
+        """Documents of the batch."""
+        return sum(int(block.count.sum()) for block in self.blocks)
 
     def least(self, value: Callable[[DocumentOptions], np.ndarray]) -> np.ndarray:
-        """float64[n]: every document's least value over its options, block after block."""
-        return np.concatenate([value(block).min(axis=0) for block in self.blocks])
+        """float64[n]: least value of each document over its options, summed over those of a length."""
+        return np.concatenate([value(block).min(axis=0) * block.count for block in self.blocks])
 
     def least_work(self, step: float) -> np.ndarray:
-        """float64[n]: work of every document in the cheapest option that finishes in a step of this length."""
+        """float64[n]: `least` work in the cheapest option that finishes in a step of this length."""
         return self.least(lambda block: block.work_within(step))
 
 
 def _best_on_one_rank(every: DocumentOptions, policies: int, longest: float, step: float) -> np.ndarray:
-    """bool[n]: documents for which one rank (or tensor-parallel group) is best in every argument and policy.
+    """bool[n]: lengths for which one rank (or tensor-parallel group) is best in every argument and policy.
 
     It finishes in any step, does the least work, and every rounding ignores it in a step of this length.
     """
@@ -296,7 +307,7 @@ def throughput_bound(options: BatchOptions, start: float) -> float:
 
     def impossible(step: float) -> bool:
         work = float(options.least_work(step).sum())
-        rounds = np.arange(1, min(step / options.round_fixed, len(options.tokens)) + 1)
+        rounds = np.arange(1, min(step / options.round_fixed, options.documents) + 1)
         if not len(rounds):
             return True
         time = step - rounds * options.round_fixed
@@ -330,22 +341,30 @@ def _group_costs(options: BatchOptions, step: float) -> list[np.ndarray]:
     A group has one degree, so every degree may have its own function: a long document in a wide group often keeps
     others out, while short ones fill small groups to the last token.
     """
-    paid = [block.group_fixed * block.memory_share for block in options.blocks]
+    return [_block_group_costs(block, step) for block in options.blocks]
 
-    def total(block: DocumentOptions, group: np.ndarray) -> float:
-        value = block.work + block.degree * (block.round_fixed * block.memory_share + group)
-        return float(np.where(block.finishes_within(step), value, np.inf).min(axis=0).sum())
 
-    for index, block in enumerate(options.blocks):
-        best = total(block, paid[index])
-        for degree in np.unique(block.degree[block.group_fixed > 0])[::-1]:
-            rows = block.degree[:, 0] == degree
-            for rounding in GROUP_ROUNDINGS:
-                candidate = paid[index].copy()
-                candidate[rows] = block.group_fixed[rows] * np.minimum(rounding(block.memory_share[rows]), 1.0)
-                value = total(block, candidate)
-                if value > best:
-                    best, paid[index] = value, candidate
+def _block_group_costs(block: DocumentOptions, step: float) -> np.ndarray:
+    """float64[O, m] of one block; the functions are chosen degree by degree, the widest first."""
+    paid, within = block.group_fixed * block.memory_share, block.finishes_within(step)
+    without = block.work + block.degree * block.round_fixed * block.memory_share
+    rows_of = [np.flatnonzero(block.degree[:, 0] == degree) for degree in np.unique(block.degree)]
+
+    def least_of(rows: np.ndarray, group: np.ndarray) -> np.ndarray:
+        return np.where(within[rows], without[rows] + block.degree[rows] * group, np.inf).min(axis=0)
+
+    least = np.stack([least_of(rows, paid[rows]) for rows in rows_of])  # float64[D, m]
+    for index, rows in reversed(list(enumerate(rows_of))):
+        if not (block.group_fixed[rows] > 0).any():
+            continue
+        others = np.delete(least, index, axis=0).min(axis=0, initial=np.inf)
+        best = np.minimum(others, least[index]) @ block.count
+        for rounding in GROUP_ROUNDINGS:
+            candidate = block.group_fixed[rows] * np.minimum(rounding(block.memory_share[rows]), 1.0)
+            own = least_of(rows, candidate)
+            value = np.minimum(others, own) @ block.count
+            if value > best:
+                best, paid[rows], least[index] = value, candidate, own
     return paid
 
 
@@ -358,9 +377,9 @@ def _overfull(options: BatchOptions, paid: Sequence[np.ndarray], time: Rounding,
     for block, total in zip(options.blocks, paid, strict=True):
         stays = total if time is IDENTITY else np.maximum(total - block.movable, 0.0)
         parts = np.where(block.finishes_within(step), block.degree * time(stays / step), np.inf)
-        need += float(parts.min(axis=0).sum())
+        need += float(parts.min(axis=0) @ block.count)
         if time is not IDENTITY:
-            movable += float((block.degree * block.movable).min(axis=0).sum())
+            movable += float((block.degree * block.movable).min(axis=0) @ block.count)
     most = options.ranks * time.mean_limit(1 - movable / (options.ranks * step))
     return need > most * (1 + PRECISION)
 
@@ -445,11 +464,10 @@ def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rou
     """
     mean = float(options.least_work(until).sum()) / (options.ranks * rounds)
     prices = np.concatenate([options.round_fixed * 2.0 ** np.arange(4), mean * 2.0 ** np.arange(-4, 3)])
-    work = [block.work_within(until) for block in options.blocks]
-    filled = [rank_rounds(block, rounding) for block in options.blocks]
+    terms = [(each.work_within(until), rank_rounds(each, rounding), each.count) for each in options.blocks]
     bound = 0.0
     for price in prices:
-        priced = sum(float((w + price * f).min(axis=0).sum()) for w, f in zip(work, filled, strict=True))
+        priced = sum(float((work + price * filled).min(axis=0) @ count) for work, filled, count in terms)
         bound = max(bound, priced - price * options.ranks * rounds)
     return bound / options.ranks
 
@@ -458,9 +476,13 @@ def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rou
 # much per token that it holds. A free choice for every document would miss that.
 
 
-def mixture_bound(prices: Sequence[DegreePrices], ranks: int) -> float:
-    """ns that no plan beats whose rounds, all over the whole cluster, each use one of these policies."""
-    tokens = float(prices[0].tokens.sum())
+def mixture_bound(prices: Sequence[DegreePrices], documents: np.ndarray, ranks: int) -> float:
+    """ns that no plan beats whose rounds, all over the whole cluster, each use one of these policies.
+
+    Args:
+        documents: int64[n], of each length.
+    """
+    tokens = float(prices[0].tokens @ documents)
     capacity = np.array([p.capacity * ranks for p in prices])  # tokens of one round
     fixed = np.stack([p.round_fixed for p in prices], axis=1)  # [L, V]
     work = np.stack([(p.cost * p.degree[:, None]).min(axis=1) for p in prices])  # [V, L, n]
@@ -475,7 +497,7 @@ def mixture_bound(prices: Sequence[DegreePrices], ranks: int) -> float:
             if count @ capacity < tokens:
                 continue  # these rounds do not hold the batch
             most = _most_saved(saved, count * capacity, tokens)
-            best = min(best, float((fixed @ count + (slowest.sum(axis=1) - most) / ranks).max()))
+            best = min(best, float((fixed @ count + (slowest @ documents - most) / ranks).max()))
     return min(best, float((MAX_MIXED_ROUNDS + 1) * fixed.min(axis=1).max()))
 
 
