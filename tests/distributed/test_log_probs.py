@@ -1,4 +1,4 @@
-"""Log-probabilities of completions under plans, and the gradients of losses of them, are those of plain transformers."""
+"""Log-probabilities of completions under plans, and gradients of losses of them, are those of plain transformers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Prompts and completions of very unequal lengths, their log-probabilities by plain transformers, and losses of them."""
+"""Prompts and completions of very unequal lengths, their log-probabilities by plain transformers, and losses."""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@
     loss = my_loss(policy)                                   # of all completions, on every rank
     loss.backward()                                          # gradients of the whole loss, on every rank
 
-The ranks share the tokens of all sequences, so no prompt is padded to the longest one and no rank waits for the one with
-the longest completion. Values and gradients are those of one process.
+The ranks share the tokens of all sequences, so no prompt is padded to the longest one and no rank waits for the one
+with the longest completion. Values and gradients are those of one process.
 
 Losses of these kinds need the log-probabilities of many sequences at once, where a plan runs its rounds one by one. So
 the first pass computes them without a graph, and the backward runs every round forward and backward, with the loss's
-gradient as weights of its tokens. Memory stays that of one round, whatever the loss. The values of the first pass are the
-"old" log-probabilities of a step on policy: `policy.detach()`.
+gradient as weights of its tokens. Memory stays that of one round, whatever the loss. The values of the first pass are
+the "old" log-probabilities of a step on policy: `policy.detach()`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def completion_log_probs(
 ) -> tuple[torch.Tensor, ...]:
     """Return the log-probabilities of each completion's tokens after its prompt, with gradients; all ranks call it.
 
-    Every rank gets all of them, computes the same loss of them and calls backward, which sums gradients over ranks: then
-    each rank has those of the whole loss. Under `torch.no_grad()` there is the first pass only, as for a reference model.
-    The same lengths have the same plan, so the ratio to values of an earlier call is 1 while the model is the same.
+    Every rank gets all of them, computes the same loss of them and calls backward, which sums gradients over ranks:
+    then each rank has those of the whole loss. Under `torch.no_grad()` there is the first pass only, as for a reference
+    model. The same lengths have the same plan, so the ratio to values of an earlier call is 1 while the model is the
+    same.
 
     Args:
         steps: of the model; parameters that need no gradient get none.
@@ -95,9 +96,9 @@ class _Sequences:
             first, second = (torch.as_tensor(each, dtype=torch.int64).to(device) for each in (prompt, completion))
             if first.ndim != 1 or second.ndim != 1 or not len(first):
                 raise SeqloomError(
-                    f"prompt {number} has shape {list(first.shape)}, its completion {list(second.shape)}: both are rows "
-                    "of token ids without padding, and a prompt has one token or more, since the first token of a "
-                    "completion is predicted from it"
+                    f"prompt {number} has shape {list(first.shape)}, its completion {list(second.shape)}: both are "
+                    "rows of token ids without padding, and a prompt has one token or more, since the first token of "
+                    "a completion is predicted from it"
                 )
             ids += [first, second]
             labels += [first.new_full((len(first) - 1,), IGNORED), second, first.new_full((1,), IGNORED)]
@@ -108,7 +109,7 @@ class _Sequences:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A step whose log-probabilities a loss is made of: run forward once, then forward and backward with its gradient."""
+    """A step whose log-probabilities a loss is made of: a forward, then forward and backward with its gradient."""
 
     steps: PlannedSteps
     sequences: _Sequences
