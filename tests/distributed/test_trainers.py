@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.scripts import run_function
-from support.trainer_runs import padded, plain_trainer, planned_trainer
+from support.trainer_runs import evaluations, padded, plain_trainer, planned_trainer, resumed, with_adapters
 
 
 def assert_alike(found, wanted):
@@ -30,3 +30,29 @@ def test_trainer_on_padded_rows_and_with_accumulated_batches(tmp_path, fork_serv
     wanted = run_function(plain_trainer, 1, tmp_path, tmp_path, "qwen3", accumulated)[0]
     for found in run_function(planned_trainer, 2, tmp_path, tmp_path, "qwen3", accumulated, "auto", padded):
         assert_alike(found, wanted)
+
+
+@pytest.mark.slow
+def test_adapters_of_peft(tmp_path, fork_server):
+    pytest.importorskip("peft")
+    wanted = run_function(plain_trainer, 1, tmp_path, tmp_path, "llama", {}, with_adapters)[0]
+    assert all("lora" in name for name in wanted[1])
+    for found in run_function(planned_trainer, 2, tmp_path, tmp_path, "llama", {}, "auto", None, with_adapters):
+        assert_alike(found, wanted)
+
+
+@pytest.mark.slow
+def test_evaluations_between_steps(tmp_path, fork_server):
+    wanted = run_function(evaluations, 1, tmp_path, tmp_path, False)[0]
+    assert len(wanted) == 3
+    for found in run_function(evaluations, 2, tmp_path, tmp_path, True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, fork_server, ranks):
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    whole = run_function(planned_trainer, 2, tmp_path, tmp_path, "llama", saves, "auto")[0]
+    for losses, trained, norms in run_function(resumed, ranks, tmp_path, tmp_path, 4):
+        assert_alike((losses[-2:], trained, norms[-2:]), (whole[0][4:], whole[1], whole[2][4:]))

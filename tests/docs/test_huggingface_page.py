@@ -89,3 +89,19 @@ def test_a_bidirectional_model_trains_on_any_number_of_processes(tmp_path, fork_
     assert f"examples/{DENOISING.name}" in PAGE
     alone, together = (losses(ranks, tmp_path, DENOISING) for ranks in (1, 3))
     assert alone[-1] < 0.7 * alone[0] and together == pytest.approx(alone, abs=5e-5)
+
+
+def test_the_trainer_of_the_page_trains(tmp_path):
+    from transformers import TrainingArguments
+
+    from support.tiny_models import tiny_model
+    from support.trainer_runs import arguments, documents
+
+    section = PAGE.split("## `transformers.Trainer`")[1].split("\n## ")[0]
+    block = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    settings = {name: value for name, value in arguments(tmp_path, 1).items() if name != "output_dir"}
+    settings.pop("per_device_train_batch_size")
+    scope = {"model": tiny_model("llama"), "folder": str(tmp_path), "documents": documents()}
+    scope["TrainingArguments"] = lambda folder, **given: TrainingArguments(folder, **settings | given)
+    exec(compile(block, "page", "exec"), scope)
+    assert [entry["epoch"] for entry in scope["trainer"].state.log_history if "loss" in entry][-1] == 2.0

@@ -15,9 +15,9 @@ from support.tiny_models import VOCABULARY, tiny_model
 PLAIN_BATCH = 8
 
 
-def documents(count: int = 24, longest: int = 48) -> list[dict[str, list[int]]]:
+def documents(count: int = 24, longest: int = 48, seed: int = 0) -> list[dict[str, list[int]]]:
     """Return documents of very unequal lengths, most of them short."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     lengths = [min(longest, 2 + int(draw.paretovariate(0.8))) for _ in range(count)]
     return [{"input_ids": [draw.randrange(1, VOCABULARY) for _ in range(length)]} for length in lengths]
 
@@ -42,30 +42,72 @@ def arguments(folder: Path, ranks: int, **changes: Any) -> dict[str, Any]:
     return given | {"per_device_train_batch_size": PLAIN_BATCH // ranks} | changes
 
 
-def outcome(trainer: Any) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+def outcome(trainer: Any, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """Train; return losses and gradient norms of the steps, and the trained parameters."""
-    trainer.train()
+    trainer.train(**options)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     trained = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
     return [each["loss"] for each in steps], trained, [each["grad_norm"] for each in steps]
 
 
-def plain_trainer(folder: Path, name: str, changes: dict[str, Any]) -> Any:
+def with_adapters(model: Any) -> Any:
+    """Wrap a model by peft, with adapters that are not zero at the start."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    wrapped = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return wrapped.double()
+
+
+def plain_trainer(folder: Path, name: str, changes: dict[str, Any], wrap: Any = None) -> Any:
     """`transformers.Trainer` on padded rows."""
     from transformers import Trainer, TrainingArguments
 
     settings = TrainingArguments(**arguments(folder, 1, **changes))
-    return outcome(Trainer(tiny_model(name), settings, data_collator=padded, train_dataset=documents()))
+    model = tiny_model(name) if wrap is None else wrap(tiny_model(name))
+    return outcome(Trainer(model, settings, data_collator=padded, train_dataset=documents()))
 
 
-def planned_trainer(folder: Path, name: str, changes: dict[str, Any], planner: str, collator: Any = None) -> Any:
+def planned_trainer(
+    folder: Path, name: str, changes: dict[str, Any], planner: str, collator: Any = None, wrap: Any = None
+) -> Any:
     """`SeqloomTrainer` on all ranks of the job."""
     from transformers import TrainingArguments
 
     from seqloom.integrations.transformers.trainer import SeqloomTrainer
 
     settings = TrainingArguments(**arguments(folder, int(os.environ["WORLD_SIZE"]), **changes))
-    trainer = SeqloomTrainer(
-        tiny_model(name), settings, data_collator=collator, train_dataset=documents(), planner=planner
-    )
+    model = tiny_model(name) if wrap is None else wrap(tiny_model(name))
+    trainer = SeqloomTrainer(model, settings, data_collator=collator, train_dataset=documents(), planner=planner)
     return outcome(trainer)
+
+
+def evaluations(folder: Path, planned: bool) -> list[float]:
+    """Train an epoch, and return the losses of evaluations meanwhile: of 2 batches of 6 documents."""
+    from transformers import Trainer, TrainingArguments
+
+    from seqloom.integrations.transformers.trainer import SeqloomTrainer
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    changes = {"num_train_epochs": 1, "eval_strategy": "steps", "eval_steps": 1}
+    settings = TrainingArguments(**arguments(folder, ranks, per_device_eval_batch_size=6 // ranks, **changes))
+    make, options = (SeqloomTrainer, {"planner": "static:2"}) if planned else (Trainer, {"data_collator": padded})
+    trainer = make(
+        tiny_model("llama"), settings, train_dataset=documents(), eval_dataset=documents(12, seed=1), **options
+    )
+    trainer.train()
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def resumed(folder: Path, step: int) -> Any:
+    """Go on after a step of a run of `planned_trainer` that has written checkpoints, on all ranks of the job."""
+    from transformers import TrainingArguments
+
+    from seqloom.integrations.transformers.trainer import SeqloomTrainer
+
+    settings = TrainingArguments(**arguments(folder, int(os.environ["WORLD_SIZE"])))
+    trainer = SeqloomTrainer(tiny_model("llama"), settings, train_dataset=documents())
+    return outcome(trainer, resume_from_checkpoint=str(folder / f"checkpoint-{step}"))

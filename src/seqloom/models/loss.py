@@ -84,6 +84,7 @@ def summed_loss(
     chunk: int = CHUNK,
     head_gradients: HeadGradients | None = None,
     logits: Logits = PRODUCTS,
+    token_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum of the token losses, a scalar in float32 (float64 for float64).
 
@@ -97,11 +98,33 @@ def summed_loss(
         chunk: tokens whose logits exist at once.
         head_gradients: sums the head's gradients with those of other calls until backward; None: sums of its own.
         logits: what they are of the products of hidden states and head.
+        token_weights: [tokens] factors of the token losses, constants for autograd; None: 1.
     """
     _check(hidden, weight, bias, labels, chunk)
     given = (hidden, weight, bias)
     needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in given)
-    return _SummedLoss.apply(*given, labels, chunk, needs, head_gradients, logits)
+    return _SummedLoss.apply(*given, labels, chunk, needs, head_gradients, logits, token_weights)
+
+
+@torch.no_grad()
+def token_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+    logits: Logits = PRODUCTS,
+) -> torch.Tensor:
+    """Return the loss of every token, [tokens] in float32 (float64 for float64), without gradients: `summed_loss`."""
+    _check(hidden, weight, bias, labels, chunk)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    losses, function = labels.new_zeros(len(labels), dtype=wide), _losses_function(hidden.device, wide)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        made, _ = logits.apply(linear(hidden[rows], weight, bias), needs_slope=False)
+        losses[rows] = function(made, labels[rows], IGNORED, False)
+    return losses
 
 
 def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -123,9 +146,10 @@ class _SummedLoss(torch.autograd.Function):
         needs: tuple[bool, ...],
         head_gradients: HeadGradients | None,
         made: Logits,
+        token_weights: torch.Tensor | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        token_losses = _losses_function(hidden.device, wide)
+        function = _losses_function(hidden.device, wide)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         dhidden = torch.empty_like(hidden) if needs[0] else None
         sums = head_gradients or HeadGradients()
@@ -134,7 +158,13 @@ class _SummedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             rows = hidden[start : start + chunk]
             logits, slope = made.apply(linear(rows, weight, bias), needs_slope=any(needs))
-            total += token_losses(logits, labels[start : start + chunk], IGNORED, any(needs)).sum()
+            losses = function(logits, labels[start : start + chunk], IGNORED, any(needs))
+            if token_weights is not None:
+                factors = token_weights[start : start + chunk]
+                losses = losses * factors
+                if any(needs):
+                    logits.mul_(factors.unsqueeze(1))
+            total += losses.sum()
             if slope is not None:  # the logits are their own gradient now
                 logits.mul_(slope)
             if dhidden is not None:
@@ -158,7 +188,7 @@ class _SummedLoss(torch.autograd.Function):
         return (
             None if dhidden is None else dhidden * scale,
             *(None if each is None else (each * scale).to(ctx.dtype) for each in head),
-            *[None] * 5,
+            *[None] * 6,
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from seqloom.errors import SeqloomError
-from seqloom.models.loss import IGNORED, HeadGradients, Logits, summed_loss, valid_tokens
+from seqloom.models.loss import IGNORED, HeadGradients, Logits, summed_loss, token_losses, valid_tokens
 
 torch.set_num_threads(1)
 
@@ -206,3 +206,19 @@ def test_a_bias_alone_may_learn():
 def test_a_bias_is_a_number_for_every_token_of_the_vocabulary(bias):
     with pytest.raises(SeqloomError, match="a number for every token of the vocabulary"):
         summed_loss(*inputs(), bias=bias)
+
+
+def test_weighted_tokens_and_the_losses_of_tokens():
+    hidden, weight, labels = inputs()
+    factors = torch.randn(len(labels), dtype=torch.float64)
+    logits = Logits(scale=0.7, cap=3.0)
+    loss = summed_loss(hidden, weight, labels, chunk=7, token_weights=factors, logits=logits)
+    loss.backward()
+    exact = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    capped = 3.0 * torch.tanh(exact[0] @ exact[1].T * 0.7 / 3.0)
+    each = cross_entropy(capped, labels, reduction="none", ignore_index=IGNORED)
+    (each * factors).sum().backward()
+    assert relative(loss, (each * factors).sum()) < 1e-13
+    assert relative(hidden.grad, exact[0].grad) < 1e-13 and relative(weight.grad, exact[1].grad) < 1e-13
+    losses = token_losses(hidden, weight, labels, chunk=7, logits=logits)
+    assert not losses.requires_grad and relative(losses, each) < 1e-13 and not losses[labels == IGNORED].any()

@@ -28,7 +28,7 @@ from seqloom.cost import CostModel, Profile
 from seqloom.describe import Cluster, ModelSpec, model_from_config
 from seqloom.describe.huggingface import has_known_type
 from seqloom.dist import Communicators, Context, SingleRankTransport, TorchTransport, Transport, launched_rank
-from seqloom.engine import StepResult, bind_plan, run_step
+from seqloom.engine import RankPlan, StepResult, bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
 from seqloom.integrations.transformers.checks import unwrap
@@ -109,9 +109,13 @@ class Documents:
 
     def rows(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and labels of a rank's tokens, in the order of `context.spans`."""
-        starts = torch.tensor([0, *accumulate(self.lengths)], device=self.ids.device)
-        rows = starts[context.documents] + context.positions
+        rows = self.indices(context)
         return self.ids[rows], self.labels[rows]
+
+    def indices(self, context: Context) -> torch.Tensor:
+        """Return the places of a rank's tokens among those of the batch, in the order of `context.spans`."""
+        starts = torch.tensor([0, *accumulate(self.lengths)], device=self.ids.device)
+        return starts[context.documents] + context.positions
 
 
 class ThreadPlanner:
@@ -170,7 +174,7 @@ class PlannedSteps:
     cost: CostModel = field(init=False)
     transport: Transport = field(init=False)
     parameters: Parameters = field(init=False)
-    _adapter: ModelAdapter = field(init=False)
+    adapter: ModelAdapter = field(init=False)
     _plans: PlanBroadcast = field(init=False)
     _step: int = field(default=0, init=False)  # the latest
 
@@ -192,19 +196,19 @@ class PlannedSteps:
                 f"cluster {self.cost.cluster.spelling} has {self.cost.cluster.ranks} ranks, the job has {ranks}; name "
                 f"a cluster of {ranks}, or start {self.cost.cluster.ranks} processes"
             )
-        self._adapter = model_adapter(self.model)
-        if self.recompute and any(LayerWrapper.of(layer).layer is None for layer in self._adapter.layers):
-            recompute_layers(self._adapter.layers)
+        self.adapter = model_adapter(self.model)
+        if self.recompute and any(LayerWrapper.of(layer).layer is None for layer in self.adapter.layers):
+            recompute_layers(self.adapter.layers)
         family = self.cost.limits().family
         self.transport = TorchTransport(Communicators(family)) if ranks > 1 else SingleRankTransport()
-        self.parameters = ReplicatedParameters(self._adapter, self.transport)
+        self.parameters = ReplicatedParameters(self.adapter, self.transport)
         planner = ThreadPlanner(self.cost, PlannerChoice(self.planner, seed=self.seed))
         self._plans = PlanBroadcast(self.transport, planner if self.transport.rank == 0 else None, self.device)
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return self._adapter.head.weight.device  # pyrefly: ignore[bad-return]
+        return self.adapter.head.weight.device  # pyrefly: ignore[bad-return]
 
     def submit(self, batches: Sequence[Documents], step: int) -> None:
         """Have a coming step planned while this one computes; `backward` is given the same batches later."""
@@ -219,17 +223,21 @@ class PlannedSteps:
             batches: of collators, which together are the batch of one optimiser step.
             step: its number, from 1; None: the next one.
         """
-        self._step = self._step + 1 if step is None else step
         parts = [each if isinstance(each, Documents) else Documents.from_batch(each) for each in batches]
         documents = Documents.join(parts).to(self.device)
-        plan = self._plans.take(self._step, documents.lengths).plan
+        return run_step(self.bind(documents.lengths, step), self.parameters, documents.rows, documents.valid)
+
+    def bind(self, lengths: Sequence[int], step: int | None = None) -> RankPlan:
+        """Plan a step, and return what this rank does in it; all ranks call it with the same lengths."""
+        self._step = self._step + 1 if step is None else step
+        plan = self._plans.take(self._step, lengths).plan
+        dtype = self.adapter.head.weight.dtype
 
         def prepare(context: Context) -> None:
-            self._adapter.prepare(context, self._adapter.head.weight.dtype)  # pyrefly: ignore[bad-argument-type]
+            self.adapter.prepare(context, dtype)  # pyrefly: ignore[bad-argument-type]
 
         options = {"device": self.device, "check": False, "prepare": prepare}
-        rank_plan = bind_plan(plan, self.transport, **options, dropout_seed=step_seed(self.seed, self._step))
-        return run_step(rank_plan, self.parameters, documents.rows, documents.valid)
+        return bind_plan(plan, self.transport, **options, dropout_seed=step_seed(self.seed, self._step))
 
 
 def whole_batches(loader: Any) -> Any:

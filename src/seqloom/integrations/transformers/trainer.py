@@ -115,6 +115,7 @@ def check_trainer(host: Any) -> None:
     """Refuse settings of a trainer whose result would be another, each by name."""
     args, plugin = host.args, getattr(host.accelerator.state, "fsdp_plugin", None)
     config = getattr(host.accelerator, "parallelism_config", None)
+    optimiser = str(getattr(args.optim, "value", args.optim))
     refused = {
         "deepspeed": (host.is_deepspeed_enabled, "it owns parameters and backward; leave it out"),
         "fsdp": (plugin is not None, "parameters are replicated here; use `seqloom train` with plan.sharding"),
@@ -130,6 +131,14 @@ def check_trainer(host: Any) -> None:
         "neftune_noise_alpha": (bool(args.neftune_noise_alpha), "its noise would depend on the plan; leave it out"),
         "compute_loss_func": (host.compute_loss_func is not None, "the loss is cross entropy; leave it out"),
         "split_batches": (host.accelerator.split_batches, "every rank reads whole batches; leave it out"),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy == "batch_rebalance",
+            "it gives every rank documents of its own, where plans divide those of all; use random or group_by_length",
+        ),
+        f"optim={optimiser}": (
+            optimiser.endswith(("lomo", "layerwise")),
+            "it updates parameters inside the backward, before gradients are summed over ranks; use another",
+        ),
         "loss_type": (getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"), "use nll"),
     }
     for name, (found, way_out) in refused.items():
