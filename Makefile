@@ -31,11 +31,12 @@ RESULTS := benchmarks/results
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
+DOCS_READY := $(VENV)/.ready-docs
 INPUTS := pyproject.toml constraints.txt
 # Traces of a step: other work on the GPU or the cores would move its kernels.
 ALONE := tests/gpu/test_host_gpu.py tests/nccl/test_overlap_nccl.py
 
-.PHONY: help demo fuzz soak test test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
+.PHONY: help demo docs fuzz soak test test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -88,6 +89,10 @@ bench: $(DEV_READY)  ## every benchmarks/bench_*.py in turn; logged to build/ben
 	@set -e -o pipefail; for script in benchmarks/bench_*.py; do \
 		echo "== $$script"; $(BIN)/python $$script; done 2>&1 | tee build/bench.log
 
+docs: $(DOCS_READY)  ## the site of docs/, with the reference, in build/site; a warning is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "open build/site/index.html"
+
 wheel: $(DEV_READY)  ## build the wheel into dist/
 	$(PIP) wheel -q --no-deps -w dist .
 
@@ -112,3 +117,8 @@ $(DEV_READY): $(INPUTS)
 	$(need_python)
 	$(PIP) install -q -c constraints.txt -e ".[dev]"
 	@touch $(DEMO_READY) $@
+
+$(DOCS_READY): $(INPUTS)
+	$(need_python)
+	$(PIP) install -q -c constraints.txt -e ".[dev,docs]"
+	@touch $(DEMO_READY) $(DEV_READY) $@

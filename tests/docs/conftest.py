@@ -20,11 +20,13 @@ def run_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seqloom_here):
 
     A plain `seqloom` line is run here; a pipe or any other command by a shell that finds `seqloom` on its path.
     """
-    command = tmp_path / "bin" / "seqloom"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m seqloom "$@"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(command.parent), prepend=":")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, module in (("seqloom", "seqloom"), ("torchrun", "torch.distributed.run")):
+        command = folder / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.chdir(tmp_path)
 
     def run(language: str, block: str) -> str:

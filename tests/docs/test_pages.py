@@ -9,7 +9,7 @@ from seqloom.plan import RULES, Plan
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 ROOTS = (ROOT, ROOT / "src" / "seqloom")
 
 
@@ -28,9 +28,11 @@ def test_the_plan_in_the_page_is_one():
     assert plan.to_text().splitlines() == shown
 
 
-def test_the_readme_links_every_page():
-    readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES if f"(docs/{page.name})" not in readme] == []
+def test_a_reader_finds_every_page():
+    """From the README, or from the index that it links."""
+    readme, index = (ROOT / "README.md").read_text(), (DOCS / "index.md").read_text()
+    names = [page.relative_to(DOCS).as_posix() for page in PAGES]
+    assert [name for name in names if f"(docs/{name})" not in readme and f"]({name})" not in index] == []
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)

@@ -310,8 +310,11 @@ class Optimiser:
     lr: PositiveReal = 3e-4
     """The highest learning rate; `schedule` says what share of it a step has."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """How fast the means of gradients and of their squares forget."""
     eps: PositiveReal = 1e-8
+    """Is added to the root of the mean square that an update is divided by."""
     weight_decay: Real = 0.1
+    """Share of a matrix that an update takes away, times the learning rate."""
     clip: Real = 1.0
     """The gradient is scaled down to this norm where it is above; 0: never."""
     expert_bias_rate: Real = 0.0
@@ -325,6 +328,7 @@ class Schedule:
     """How the learning rate moves: up during the warm-up, then down to `final` at the last step."""
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it moves down; constant: it stays."""
     warmup: Count = 0
     """Steps of rising rate; the last of them has all of it."""
     final: Share = 0.1
