@@ -1,7 +1,7 @@
 """The Python API: build a cost model, plan a batch, simulate or evaluate the plan.
 
     cost_model(cluster, model)          -> CostModel    prices every part of a plan
-    cost_models(cluster, model)         -> [CostModel]  one for every expert degree of a mixture of experts
+    cost_models(cluster, model)         -> [CostModel]  one for every tensor and expert degree
     plan(lengths, cluster, model)       -> Plan
     simulate(plan, cluster, model)      -> Simulation   step time, idle time, memory, timeline
     lower_bound(lengths, cost)          -> ns           no plan for these lengths is faster
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,6 +53,7 @@ def cost_model(
     offload_optimiser: bool = False,
     host_gib: float | None = None,
     expert: int = 1,
+    tensor: int = 1,
 ) -> CostModel:
     """Build the cost model that prices plans.
 
@@ -72,6 +74,7 @@ def cost_model(
         host_gib: host memory per GPU that a plan may use; None takes the GPU's share of what the cluster has, if it
             says that.
         expert: neighbouring GPUs that divide the experts of every layer among them (expert parallelism).
+        tensor: neighbouring GPUs of a node that divide the matrices of every layer (tensor parallelism).
     """
     return CostModel(
         _cluster(cluster),
@@ -87,28 +90,44 @@ def cost_model(
         offload_optimiser=offload_optimiser,
         host_gib=host_gib,
         expert=expert,
+        tensor=tensor,
     )
 
 
 def cost_models(
-    cluster: Cluster | str, model: ModelSpec | str, *, expert: int | str = "auto", **options: Any
+    cluster: Cluster | str,
+    model: ModelSpec | str,
+    *,
+    expert: int | str = "auto",
+    tensor: int | str = 1,
+    **options: Any,
 ) -> list[CostModel]:
-    """Build the cost models to choose plans by: one for every expert degree that holds the model, ascending.
+    """Build the cost models to choose plans by: one for every pair of degrees that holds the model, ascending.
 
     Args:
-        expert: the only degree; "auto": all legal ones, which is 1 for a model without experts.
+        expert: the only expert degree; "auto": all legal ones, which is 1 for a model without experts.
+        tensor: the only tensor degree; "auto": all legal ones.
         options: of :func:`cost_model`.
     """
-    from seqloom.cost.model import expert_degrees
+    from seqloom.cost.model import expert_degrees, tensor_degrees
 
     cluster, model = _cluster(cluster), _model(model)
-    if expert != "auto":
-        return [cost_model(cluster, model, **options, expert=int(expert))]
+    place = cluster, model, options.get("profile"), options.get("sharding", "full")
+    if tensor not in (1, "auto") and place[-1] == "free":
+        raise SeqloomError(
+            f"tensor degree {tensor} with sharding free, where planner hydraulis chooses the degree of every stage; "
+            "leave it out, or use sharding full, hybrid or none"
+        )
+    tensors = tensor_degrees(*place) if tensor == "auto" else (int(tensor),)
+    experts = expert_degrees(*place) if expert == "auto" else (int(expert),)
+    degrees = list(product(tensors, experts))
+    if "auto" in (tensor, expert):  # ranks divide the matrices of layers, or their experts
+        degrees = [pair for pair in degrees if 1 in pair]
     costs: list[CostModel] = []
     refusal: MemoryBudgetError | None = None
-    for degree in expert_degrees(cluster, model, options.get("profile"), options.get("sharding", "full")):
+    for pair in degrees:
         try:
-            costs.append(cost_model(cluster, model, **options, expert=degree))
+            costs.append(cost_model(cluster, model, **options, tensor=pair[0], expert=pair[1]))
         except MemoryBudgetError as error:
             refusal = refusal or error
     if not costs:
@@ -175,6 +194,7 @@ def plan(
     offload_optimiser: bool | str = "auto",
     host_gib: float | None = None,
     expert: int | str = "auto",
+    tensor: int | str = 1,
     seed: int = 0,
     **options: Any,
 ) -> Plan:
@@ -187,6 +207,7 @@ def plan(
             of all without stages; under sharding free, of strategies too.
         offload_optimiser: whether the optimiser is in host memory; "auto": if nothing else holds the batch.
         expert: expert degree; "auto": the fastest.
+        tensor: tensor degree; "auto": the fastest.
         seed: of the planner's pseudo-random choices; same inputs and seed, same plan.
         options: of that planner, see its function in :mod:`seqloom.planners`.
 
@@ -200,6 +221,7 @@ def plan(
     check_options(planner, options, plan.__kwdefaults__ or ())
     given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
     given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib, "expert": expert}
+    given["tensor"] = tensor
     stages = max(requested_stages([planner]), options.get("stages") or 1)
     if max_length is not None and batch.longest > max_length:
         index = int(np.argmax(batch.lengths > max_length))
@@ -250,15 +272,26 @@ def cost_model_of(
     sharding: Sharding | str | None = None,
     **options: Any,
 ) -> CostModel:
-    """Build the cost model for a plan that exists: its expert degree, its stages, its sharding unless one is given."""
+    """Build the cost model for a plan that exists: its degrees, its stages, its sharding unless one is given."""
     stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
-    options |= {"stages": stages, "expert": expert_degree(plan)}
+    tensor, expert = degrees_of(plan)
+    options |= {"stages": stages, "expert": expert, "tensor": tensor}
     return cost_model(cluster, model, sharding=sharding or plan.sharding, **options)
 
 
 def expert_degree(plan: Plan) -> int:
     """Ranks that divide the experts of a layer; of stages that differ, most."""
     return max(stage.expert for pipeline in plan.pipelines for stage in pipeline.stages)
+
+
+def tensor_degree(plan: Plan) -> int:
+    """Ranks that divide the matrices of a layer; of stages that differ, most."""
+    return max(stage.tensor for pipeline in plan.pipelines for stage in pipeline.stages)
+
+
+def degrees_of(plan: Plan) -> tuple[int, int]:
+    """Tensor and expert degree of the cost model that a plan was made with: under free sharding stages have others."""
+    return 1 if plan.sharding == "free" else tensor_degree(plan), expert_degree(plan)
 
 
 def lower_bound(lengths: ArrayLike | Batch, cost: CostModel) -> int:
@@ -310,6 +343,7 @@ class Evaluation:
             "bound_ms": None if self.bound_ns is None else self.bound_ns / MS,
             "plan_ms": None if self.planning_ns is None else self.planning_ns / MS,
             "rounds": self.plan.rounds,
+            "tensor": tensor_degree(self.plan),
             "expert": expert_degree(self.plan),
             "comm_share": float(self.simulation.comm_share),
             "idle_share": float(self.simulation.idle_share),
@@ -356,24 +390,24 @@ def evaluate_planners(
 ) -> list[dict[str, Evaluation]]:
     """Plan every batch with every planner and evaluate the plans: one dictionary per batch, by planner.
 
-    `others` are the cost model with other expert degrees, of which every planner takes the fastest for the batches.
+    `others` are the cost model with other degrees, of which every planner takes the fastest for the batches.
     Calls `progress` with the planner's name and the batch's index before each planning.
     """
     from seqloom.planners import plan_batches
 
-    by_degree = {own.expert: own for own in (cost, *others)}
+    by_degrees = {own.degrees: own for own in (cost, *others)}
     lengths = [batch.lengths for batch in batches]
     planned = plan_batches(planners, lengths, cost, others=others, seed=seed, progress=progress)
     rows = []
     for plans in planned:
         row: dict[str, Evaluation] = {}
-        shared: dict[int, int | None] = {}  # plans of one stage and expert degree have one bound, whoever made them
+        shared: dict[tuple[int, int], int | None] = {}  # plans of one stage and equal degrees have one bound
         for name, one in plans.items():
-            degree = expert_degree(one.plan)
-            known = None if has_stages(one.plan) else shared.get(degree)
-            row[name] = evaluate(one.plan, by_degree[degree], bound_ns=known, planning_ns=one.plan_ns)
+            degrees = degrees_of(one.plan)
+            known = None if has_stages(one.plan) else shared.get(degrees)
+            row[name] = evaluate(one.plan, by_degrees[degrees], bound_ns=known, planning_ns=one.plan_ns)
             if not has_stages(one.plan):
-                shared[degree] = row[name].bound_ns
+                shared[degrees] = row[name].bound_ns
         rows.append(row)
     return rows
 
@@ -381,12 +415,13 @@ def evaluate_planners(
 def has_stages(plan: Plan) -> bool:
     """Whether the plan's lower bound holds for its stages only.
 
-    True for several stages or pipelines, tensor parallelism, and parameters that are gathered for every pass.
+    True for several stages or pipelines, degrees that differ by stage, and parameters that are gathered for every pass.
     """
     from seqloom.plan.pipeline import reshard_after_forward_stages
 
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    return len(stages) > 1 or stages[0].tensor > 1 or bool(reshard_after_forward_stages(plan.pipelines[0]))
+    chosen = plan.sharding == "free" and stages[0].tensor > 1
+    return len(stages) > 1 or chosen or bool(reshard_after_forward_stages(plan.pipelines[0]))
 
 
 def _simulate(plan: Plan, cost: CostModel) -> Simulation:

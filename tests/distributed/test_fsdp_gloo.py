@@ -12,14 +12,19 @@ from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_actions import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
+from seqloom.models import TransformerOptions
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.interface import ReplicatedParameters
 from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding
+from seqloom.train.checkpoint import Checkpoints
+from seqloom.train.config import Optimiser
 from seqloom.train.model import gather_state_dict
-from support.steps import Found, Step, one_stage_plan, open_together, tiny_spec
+from seqloom.train.optim import make_optimiser, state_by_name
+from seqloom.train.run_folder import latest_checkpoint
+from support.steps import Found, Step, in_tp_groups, one_stage_plan, open_together, tiny_spec
 from support.tiny_models import HYBRIDS, tiny_model
 from support.two_layouts import shifted
 
@@ -42,8 +47,9 @@ def sharded(adapter, transport, plan):
     """Parameters under a plan's sharding."""
     if plan.sharding == Sharding.FREE:
         return ReshardingParameters(adapter, transport)
-    expert = plan.pipelines[0].stages[0].expert
-    return FSDPParameters(adapter, transport, plan.sharding, node_size=NODE, expert=expert)
+    stage = plan.pipelines[0].stages[0]
+    degrees = {"expert": stage.expert, "tensor": stage.tensor}
+    return FSDPParameters(adapter, transport, plan.sharding, node_size=NODE, **degrees)
 
 
 def collected(transport, step, plan):
@@ -221,6 +227,78 @@ def test_divided_experts_under_every_sharding(gloo_pool, sharding, expert, exper
     assert len({each.loss for each in found}) == len({each.norm for each in found}) == 1
     for rank, all_there, right in gloo_pool.run(collected, step, plan, ranks=8):
         assert right and all_there == (rank == 0), "rank 0 alone gathers what ranks have shards of"
+
+
+def trained_in_tp_groups(transport, step, plan, folder):
+    """What a step finds; values after two steps of AdamW; those that a checkpoint brings where nothing is divided."""
+    found = spread(transport, step, plan)
+    parameters = sharded(step.model_adapter(), transport, plan)
+    optimiser = make_optimiser(parameters.master_weights(), Optimiser(lr=0.01, eps=0.01))
+    for _ in range(2):
+        run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
+        optimiser.step()
+        parameters.zero_grad()
+    whole = {name: each.clone() for name, each in parameters.full_parameters()}
+    with Checkpoints(folder, keep=1) as checkpoints:
+        states = state_by_name(optimiser)
+        checkpoints.save(1, model=parameters.master_weights(), optimiser=states, extra={})
+    other = FSDPParameters(step.model_adapter(), transport, Sharding.FULL)
+    others = make_optimiser(other.master_weights(), Optimiser(lr=0.01, eps=0.01))
+    with Checkpoints(folder, keep=1) as checkpoints:
+        path = latest_checkpoint(folder)
+        checkpoints.load(path, model=other.master_weights(), optimiser=state_by_name(others))
+    loaded = dict(other.full_parameters())
+    collected = gather_state_dict(torch.nn.Module(), parameters, transport, torch.device("cpu"))
+    same = all(torch.equal(each, whole[name]) for found in (loaded, collected) for name, each in found.items())
+    return found, whole, same and loaded.keys() == whole.keys(), transport.rank or collected.keys() == whole.keys()
+
+
+SPARSE = {"moe_layers": (1,), "experts": 6, "active_experts": 2, "expert_ffn": 6, "shared_ffn": 8}
+UNEVEN = replace(STEP, spec=tiny_spec(ffn=12, hidden=10, head_dim=2, tied=True, **SPARSE))
+"""Rows of slices that ranks cannot share evenly, and experts that TP groups divide."""
+
+
+@pytest.mark.parametrize(
+    ("sharding", "tensor", "step"),
+    [
+        (Sharding.FULL, 2, UNEVEN),
+        pytest.param(Sharding.HYBRID, 2, UNEVEN, marks=pytest.mark.slow),
+        pytest.param(Sharding.NONE, 2, STEP, marks=pytest.mark.slow),
+        pytest.param(Sharding.FULL, 4, STEP, marks=pytest.mark.slow),
+        pytest.param(Sharding.HYBRID, 4, STEP, marks=pytest.mark.slow),
+        pytest.param(Sharding.NONE, 4, STEP, marks=pytest.mark.slow),
+    ],
+)
+def test_tp_groups_under_every_sharding(gloo_pool, tmp_path, sharding, tensor, step):
+    """Nodes run different rounds where the sharding lets them; a checkpoint loads where nothing is divided."""
+    kv_heads = max(tensor, step.spec.kv_heads)
+    options = TransformerOptions(qk_norm=True, qkv_bias=True)
+    step = replace(step, spec=replace(step.spec, kv_heads=kv_heads, heads=2 * kv_heads), options=options)
+    units = 8 // tensor
+    inner, halves = range(units), (tuple(range(units // 2)), tuple(range(units // 2, units)))
+    rounds = [
+        [
+            Group(halves[0], len(halves[0]), 1, (Span(0, 0, 20),)),
+            Group(halves[1], 1, len(halves[1]), (Span(5, 0, 30),)),
+        ],
+        [Group(halves[0], 1, len(halves[0]), (Span(3, 0, 17), Span(2, 0, 1), Span(4, 0, 3)))],  # node 0 alone
+        [Group((inner[-1],), 1, 1, (Span(1, 0, 9),))],
+    ]
+    options = {"heads": step.spec.heads // tensor, "node_size": NODE // tensor, "sharding": sharding}
+    plan = in_tp_groups(one_stage_plan(rounds, ranks=units, checkpoint=KINDS, **options), tensor)
+    results = gloo_pool.run(trained_in_tp_groups, step, plan, tmp_path, ranks=8)
+    wanted, alone = step.alone(), ReplicatedParameters(step.model_adapter(), SingleRankTransport())
+    optimiser = make_optimiser(alone.master_weights(), Optimiser(lr=0.01, eps=0.01))
+    single = one_stage_plan([[Group((0,), 1, 1, tuple(Span(k, 0, n) for k, n in enumerate(step.lengths)))]], ranks=1)
+    for _ in range(2):
+        run_step(bind_plan(single, SingleRankTransport()), alone, step.rows(), step.valid)
+        optimiser.step()
+        alone.zero_grad()
+    for found, whole, same, all_there in results:
+        assert found.worst(wanted) < 1e-9 and same and all_there
+        for name, each in alone.full_parameters():
+            assert float((whole[name] - each).norm() / each.norm()) < 1e-7, name
+    assert len({found.norm for found, *_ in results}) == 1
 
 
 def with_transformers(transport, name, lora, plan, make):

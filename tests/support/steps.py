@@ -311,6 +311,40 @@ def divided_experts(draw: st.DrawFn, plan: Plan, experts: int) -> Plan:
     return divided
 
 
+@st.composite
+def tensor_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
+    """Draw a plan of a step whose TP groups, of any degree that its heads allow, are in the place of ranks."""
+    tensor = draw(st.sampled_from([t for t in (2, 3, 4) if step.spec.kv_heads % t == 0 and max_ranks >= t]))
+    spec = step.spec
+    few = replace(step, spec=replace(spec, heads=spec.heads // tensor, kv_heads=spec.kv_heads // tensor))
+    return in_tp_groups(draw(step_plans(few, max_ranks=max_ranks // tensor)), tensor)
+
+
+def in_tp_groups(plan: Plan, tensor: int) -> Plan:
+    """Return the plan with TP groups in the place of its ranks; groups have no routes then."""
+    wide = lambda ranks: tuple(rank * tensor + k for rank in ranks for k in range(tensor))  # noqa: E731
+    limits = plan.limits
+    limits = replace(limits, ranks=limits.ranks * tensor, node_size=limits.node_size * tensor)
+    limits = replace(limits, heads=limits.heads * tensor)
+    pipelines = []
+    for line in plan.pipelines:
+        rounds = []
+        for current in line.rounds:
+            works = []
+            for work in current.by_stage:
+                groups = [
+                    replace(each, ranks=wide(each.ranks), ulysses=each.ulysses * tensor, route=None)
+                    for each in work.groups
+                ]
+                works.append(replace(work, groups=sort_groups(groups, limits.node_size), attention=None))
+            rounds.append(Round(tuple(works)))
+        stages = tuple(replace(stage, ranks=wide(stage.ranks), tensor=tensor) for stage in line.stages)
+        pipelines.append(replace(line, stages=stages, rounds=tuple(rounds)))
+    plan = replace(plan, limits=limits, pipelines=tuple(pipelines))
+    plan.validate()
+    return plan
+
+
 def open_together(plan: Plan) -> Plan:
     """Return the plan with all forwards before all backwards."""
     line = plan.pipelines[0]

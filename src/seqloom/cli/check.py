@@ -109,6 +109,7 @@ def _check_model(config: Config, run: RunCheck) -> None:
     adapter = model_family_of(config).build(config, torch.device("meta"), parameter_dtypes(config)[0])
     if run.setup.planners.multi_stage:
         check_splits(adapter)
+    adapter.check_tp_degree(run.setup.cost.tensor)
     if model.float8:
         use_float8(adapter.layers)
     check_expert_bias(adapter, config.optimiser)

@@ -45,6 +45,7 @@ def compare(
     offload_optimiser: shared.OffloadOptimiser = "auto",
     host_gib: shared.HostGib = None,
     expert: shared.Expert = "auto",
+    tensor: shared.Tensor = "1",
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     chat_template: shared.ChatTemplate = None,
@@ -68,7 +69,9 @@ def compare(
     names = planner_names(planners)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
-    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib, "expert": shared.parse_expert(expert)}
+    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
+    options |= {"expert": shared.parse_degree("expert", expert), "tensor": shared.parse_degree("tensor", tensor)}
+    degrees = {name: options[name] for name in ("tensor", "expert")}
     spec, place = shared.load_model(model), shared.parse_offload(offload_optimiser)
 
     @cache
@@ -91,7 +94,7 @@ def compare(
     shared.save_report(html, cost, rows[0], *(["the first batch"] if batches > 1 else []), *workload.notes())
     shared.report(
         json,
-        lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size, expert=options["expert"]),
+        lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size, **degrees),
         lambda console: _draw(console, cost, workload, rows),
     )
 

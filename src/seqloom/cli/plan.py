@@ -58,6 +58,7 @@ def plan(
     offload_optimiser: shared.OffloadOptimiser = "auto",
     host_gib: shared.HostGib = None,
     expert: shared.Expert = "auto",
+    tensor: shared.Tensor = "1",
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     chat_template: shared.ChatTemplate = None,
@@ -76,7 +77,7 @@ def plan(
     Example:
         seqloom plan --lengths wikipedia --cluster 8x8xH200 --model llama3-8b --out plan.json --view
     """
-    from seqloom.api import cost_models, evaluate_planners, expert_degree, with_fitting_optimiser
+    from seqloom.api import cost_models, degrees_of, evaluate_planners, with_fitting_optimiser
     from seqloom.planners import PLANNERS, requested_stages
 
     shared.check_output(out)
@@ -88,7 +89,8 @@ def plan(
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or any((picture, trace, html)))
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
-    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib, "expert": shared.parse_expert(expert)}
+    options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
+    options |= {"expert": shared.parse_degree("expert", expert), "tensor": shared.parse_degree("tensor", tensor)}
     options["stages"] = 1 if packs else requested_stages([planner])
     spec, place = shared.load_model(model), shared.parse_offload(offload_optimiser)
 
@@ -110,8 +112,8 @@ def plan(
         with shared.planning_progress(len(own)) as progress:
             given: dict[str, Any] = {"others": own[1:], "seed": seed, "progress": progress}
             [row] = evaluate_planners([planner], workload.batches, own[0], **given)
-        degree = expert_degree(row[planner].plan)
-        return next(cost for cost in own if cost.expert == degree), row[planner]
+        degrees = degrees_of(row[planner].plan)
+        return next(cost for cost in own if cost.degrees == degrees), row[planner]
 
     cost, evaluation = with_fitting_optimiser(run, build, place)
     if out is not None:

@@ -75,6 +75,9 @@ HostGib = Annotated[
 Expert = Annotated[
     str, Option(help="GPUs that divide the experts of every layer among them: 1, 2, 4, ... or auto, the fastest.")
 ]
+Tensor = Annotated[
+    str, Option(help="GPUs of a node that divide the matrices of every layer: 1, 2, 4, ... or auto, the fastest.")
+]
 Lengths = Annotated[
     str,
     Option(
@@ -152,12 +155,12 @@ def parse_offload(text: str) -> bool | str:
     return known[text]
 
 
-def parse_expert(text: str) -> int | str:
-    """Return an expert degree or "auto", as an option says."""
+def parse_degree(option: str, text: str) -> int | str:
+    """Return a tensor or expert degree or "auto", as an option says."""
     if text == "auto":
         return text
     if not text.isdecimal() or int(text) < 1:
-        raise SeqloomError(f"--expert {text!r}; give 1, 2, 4, ... or auto")
+        raise SeqloomError(f"--{option} {text!r}; give 1, 2, 4, ... or auto")
     return int(text)
 
 
@@ -376,6 +379,7 @@ def cost_dict(cost: CostModel) -> dict[str, Any]:
         "offload": cost.offload,
         "offload_optimiser": cost.offload_optimiser,
         "float8": cost.float8,
+        "tensor": cost.tensor,
         "expert": cost.expert,
     }
 
@@ -388,8 +392,13 @@ def cost_line(cost: CostModel) -> str:
         f"{cost.cluster.name}, {cost.model.name}, profile {_profile_text(cost)}, "
         f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
         f"{', optimiser in host memory' if cost.offload_optimiser else ''}"
-        f"{f', expert degree {cost.expert}' if cost.expert > 1 else ''}"
+        f"{''.join(f', {name} degree {size}' for name, size in _degrees(cost.degrees).items())}"
     )
+
+
+def _degrees(degrees: tuple[int, int]) -> dict[str, int]:
+    """Return tensor and expert degree by name, where they are above 1."""
+    return {name: size for name, size in zip(("tensor", "expert"), degrees, strict=True) if size > 1}
 
 
 def _profile_text(cost: CostModel) -> str:
@@ -410,15 +419,14 @@ def print_heading(console: Console, cost: CostModel, workload: Workload, before:
 
 def evaluation_line(evaluation: Evaluation) -> str:
     """Return the step of a plan, its gap to the lower bound, use of NICs and memory, in one line."""
-    from seqloom.api import expert_degree, has_stages
+    from seqloom.api import degrees_of, has_stages
     from seqloom.view.format import duration
 
     simulation = evaluation.simulation
     line = f"step {duration(simulation.step_ns)}"
     if evaluation.bound_ns is not None and evaluation.gap is not None:
-        degree = expert_degree(evaluation.plan)
         which = "plan on these stages" if has_stages(evaluation.plan) else "plan"
-        which += f" with expert degree {degree}" if degree > 1 else ""
+        which += "".join(f" with {name} degree {size}" for name, size in _degrees(degrees_of(evaluation.plan)).items())
         gap = f"{100 * evaluation.gap:.1f} % above the bound of {duration(evaluation.bound_ns)}"
         line += f", {gap} that no {which} can beat"
     if len(simulation.nic_busy_ns) > 1:

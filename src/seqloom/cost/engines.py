@@ -167,15 +167,14 @@ class AnalyticEngine(CostEngine):
     ) -> AnalyticEngine:
         """Compose the pieces for the cluster and model of a cost model, and list all candidate shapes."""
         cluster, model, tensor, whole = cost.cluster, cost.model, cost.tensor, cost.cluster_cost
-        shards = max(1, shard_ranks // tensor)
         owners = whole.ranks if cost.sharding == Sharding.FREE else 0
         cluster_family = None if cost.ranks == whole.ranks else whole.family
         plain = candidate_shapes(cost.family, model.heads, model.kv_heads, tensor, cluster_family)
         nics = len(set(cluster.nic_of_gpu)) if tensor == 1 else 1  # tensor parallel stages have no routes
         budget = DEVICE_SHARE * cluster.device.memory_gib if budget_gib is None else budget_gib
         compute = Compute.build(profile, cluster, model, float8=cost.float8, parts=cost.expert * tensor)
-        shared = profile, model, cost.context, shards, tensor, owners, cost.offload_optimiser
-        reduces = (Reduce.ROUND, Reduce.STEP) if shards > 1 else (Reduce.STEP,)
+        shared = profile, model, cost.context, shard_ranks, tensor, owners, cost.offload_optimiser
+        reduces = (Reduce.ROUND, Reduce.STEP) if shard_ranks > 1 else (Reduce.STEP,)
         checkpoints = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
         return cls(
             profile=profile,
@@ -183,7 +182,7 @@ class AnalyticEngine(CostEngine):
             compute=compute,
             links=Communication(profile, cluster, cp_model(model, tensor)),
             memory=AnalyticMemory(*shared, cost.expert),
-            shard_ranks=shards,
+            shard_ranks=shard_ranks,
             budget_bytes=math.floor(budget * GIB),
             shapes=with_methods(plain, cluster.gpus_per_node, nics, model.latent > 0, model.mixer_state > 0),
             policies=tuple(MemoryPolicy(checkpoint, reduce) for reduce in reduces for checkpoint in checkpoints),
@@ -342,7 +341,7 @@ class AnalyticEngine(CostEngine):
         """Gradients that were not reduced every round, the sum over replicas, the optimiser, the host."""
         ranks, every = self.links.cluster.ranks, LayerRange(0, self.model.layers, self.model.layers)
         waited = policy.reduce == Reduce.STEP
-        return self._overhead([every], ranks, self.shard_ranks * self.tensor, gathers=False, reduces=waited)
+        return self._overhead([every], ranks, self.shard_ranks, gathers=False, reduces=waited)
 
     def stage_overhead(self, stages: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[float, float]:
         """Parameters gathered before the first micro-batch, gradients scattered and summed after the last, optimiser.
@@ -363,27 +362,35 @@ class AnalyticEngine(CostEngine):
         for part in self._collectives(stages, shard_group):
             moved += (self._gather_ns(part) if gathers else 0.0) + (self._reduce_ns(part) if reduces else 0.0)
             if part.trained:
-                size, replicas = GRADIENT_BYTES * part.trained, max(1, ranks // self.tensor)
-                moved += self.links.replica_sum(size, part.ranks, part.reductions, replicas, part.stride)
+                size = GRADIENT_BYTES * part.trained
+                moved += self.links.replica_sum(size, part.ranks, part.reductions, ranks, part.stride)
             updated += part.trained / part.ranks
+        if self.tensor > 1:  # gradients of norms, each rank's of its own tokens
+            size = GRADIENT_BYTES * sum(map(memory.replicated_of, stages)) / memory.shards(shard_group)[1]
+            moved += 2 * self.links.collective(size, self.tensor, 1)
         return moved + (rest + self._optimiser_ns(updated)), moved
 
     def _collectives(self, stages: Sequence[LayerRange], shard_group: int) -> Iterator[ShardedParameters]:
         """Yield what collectives over a rank's parameters move.
 
-        Experts that an EP group divides have collectives of their own.
+        Experts that an EP group divides have collectives of their own, and so have layers of a TP group.
         """
         held = [self.memory.parameters_of(layers) for layers in stages]
         trained = [self.memory.trained_of(layers) for layers in stages]
-        shards, expert_shards = self.memory.shards(shard_group)
+        shards, divided_shards = self.memory.shards(shard_group)
         layers = [layer for part in stages for layer in range(part.first, part.stop)]
         reductions = sum(self.model.trained_parameters(layer) > 0 for layer in layers)
         common = sum(each.common for each in held), sum(each.common for each in trained)
+        divided = sum(each.divided for each in held), sum(each.divided for each in trained)
+        if self.tensor > 1:
+            outside = int(common[0] > 0)  # embedding, final norm and head: one call
+            yield ShardedParameters(*common, shards, outside, outside, 1)
+            yield ShardedParameters(*divided, divided_shards, len(layers), reductions, self.tensor)
+            return
         yield ShardedParameters(*common, shards, len(layers), reductions, 1)
         if self.expert > 1:
             sparse = len(set(layers) & set(self.model.moe_layers))
-            experts = sum(each.experts for each in held), sum(each.experts for each in trained)
-            yield ShardedParameters(*experts, expert_shards, sparse, sparse, self.expert)
+            yield ShardedParameters(*divided, divided_shards, sparse, sparse, self.expert)
 
     def _gather_ns(self, part: ShardedParameters) -> float:
         """ns of an all-gather of all parameters."""
@@ -399,7 +406,7 @@ class AnalyticEngine(CostEngine):
     def _round_collectives(self) -> tuple[ShardedParameters, ...]:
         """Collectives over all parameters of a plan of one stage."""
         every = LayerRange(0, self.model.layers, self.model.layers)
-        return tuple(self._collectives([every], self.shard_ranks * self.tensor))
+        return tuple(self._collectives([every], self.shard_ranks))
 
     def _optimiser_ns(self, parameters: float) -> float:
         """ns of the optimiser's step on this many parameters of a rank."""

@@ -10,6 +10,8 @@ adapters alone are trained, all other parameters have neither moments nor gradie
                           applied spread over all ranks of the cluster
     expert parallelism    of the experts a rank has its EP group's share, which it shards over the ranks of its shard
                           group that have the same experts
+    tensor parallelism    of the matrices of layers a rank has its TP group's share, which it shards, with all else of
+                          the layers, over the ranks of its shard group that have the same share
     offloaded optimiser   master and moments in host memory; in their place a bf16 copy of the rank's part of them,
                           unless that is the copy that layers compute with
 
@@ -78,17 +80,17 @@ class RankParameters(NamedTuple):
     """Parameters that a rank computes with."""
 
     common: int  # that all ranks of its shard group have
-    experts: int  # that are divided over an EP group; 0: the experts are among the common ones
+    divided: int  # layers of a TP group, or experts of an EP group, which has a part of each on every rank
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.common + self.experts
+        return self.common + self.divided
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticMemory:
-    """Bytes of a model whose weights are split over ``tensor`` ranks and sharded over ``shard_ranks`` such groups."""
+    """Bytes of a model whose weights are split over ``tensor`` ranks and sharded over ``shard_ranks`` ranks."""
 
     profile: AnalyticProfile
     model: ModelSpec
@@ -115,6 +117,9 @@ class AnalyticMemory:
     def parameters_of(self, layers: LayerRange) -> RankParameters:
         """Parameters that a rank of a stage with these layers computes with."""
         every = layer_parameters(self.model, self.context, layers, self.tensor)
+        if self.tensor > 1:
+            divided = sum(self.model.layer_parameters(layer, self.tensor) for layer in range(layers.first, layers.stop))
+            return RankParameters(every - divided, divided)
         if self.expert == 1:
             return RankParameters(every, 0)
         sparse = sum(layers.first <= layer < layers.stop for layer in self.model.moe_layers)
@@ -127,6 +132,12 @@ class AnalyticMemory:
             return self.parameters_of(layers)
         return RankParameters(layer_parameters(self.model, self.context, layers, self.tensor, trained=True), 0)
 
+    def replicated_of(self, layers: LayerRange) -> int:
+        """Parameters of these layers that every rank of a TP group has: norms, biases and routers."""
+        count, degree = self.model.layer_parameters, self.tensor
+        every = range(layers.first, layers.stop)
+        return sum((degree * count(layer, degree) - count(layer)) // (degree - 1) for layer in every)
+
     @property
     def trained(self) -> int:
         """Parameters of the whole model that are trained."""
@@ -138,14 +149,12 @@ class AnalyticMemory:
         return MASTER_BYTES * self.parameters / self.trained + MOMENT_BYTES if self.model.adapters else OPTIMISER_BYTES
 
     def shards(self, shard_group: int) -> tuple[int, int]:
-        """Ranks over which a shard group shards common parameters, and those of experts.
+        """Ranks over which a shard group shards common parameters, and divided ones.
 
         Without sharding a shard group is an EP group.
         """
-        common = max(1, shard_group // self.tensor)
-        if self.expert > 1 and self.shard_ranks == 1:
-            common = 1
-        return common, max(1, common // self.expert)
+        common = 1 if self.expert > 1 and self.shard_ranks == 1 else shard_group
+        return common, max(1, common // (self.expert * self.tensor))
 
     def _sharded(self, parameters: RankParameters, shard_group: int) -> int:
         """Largest shard of so many parameters, or bytes of them."""
@@ -171,11 +180,10 @@ class AnalyticMemory:
         """
         layers, trained = self._all_layers, self.trained_of(self._all_layers)
         if self.owners or self.shard_ranks == 1:
-            return self.state_bytes(layers, self.tensor) + self.working_bytes(layers)
+            return self.state_bytes(layers, 1) + self.working_bytes(layers)
         master, moments = (0, 0) if self.offload_optimiser else (MASTER_BYTES, MOMENT_BYTES)
-        ranks = self.shard_ranks * self.tensor
-        state = (PARAMETER_BYTES + master) * self._sharded(self.rank_parameters, ranks)
-        state += (moments + GRADIENT_BYTES) * self._sharded(trained, ranks)
+        state = (PARAMETER_BYTES + master) * self._sharded(self.rank_parameters, self.shard_ranks)
+        state += (moments + GRADIENT_BYTES) * self._sharded(trained, self.shard_ranks)
         tables = self.model.head_parameters * (1 if self.model.tied else 2)
         gathered = PARAMETER_BYTES * (self._two_layers(layers) + tables)
         gradients = self._two_layers(layers, trained=True) if policy.reduce == Reduce.ROUND else trained.total
@@ -207,7 +215,7 @@ class AnalyticMemory:
         each = [(self.parameters_of(layers), self.trained_of(layers)) for layers in stages]
         total = [
             sum(MASTER_BYTES * held[kind] + MOMENT_BYTES * trained[kind] for held, trained in each) for kind in (0, 1)
-        ]  # of common parameters, and of experts
+        ]  # of common parameters, and of divided ones
         return self._sharded(RankParameters(*total), shard_ranks)
 
     def working_bytes(self, layers: LayerRange) -> int:

@@ -70,7 +70,7 @@ class CostModel:
         max_length: longest sequence the run may see; sizes learned position embeddings.
         capacity: tokens a rank may hold in one round; None: as many as fit in memory, which is the limit anyway.
         stages: with more than one (or free sharding), a model that only pipelines can hold is not refused here.
-        tensor: tensor parallel degree of every stage; shapes have multiples of it as Ulysses.
+        tensor: tensor parallel degree of every stage, neighbours in a node; shapes have multiples of it as Ulysses.
         expert: ranks that divide the experts of every layer among them (an EP group); 1: every rank computes all.
         cluster_cost: the model of the whole cluster, if ``cluster`` is a submesh of it; see `for_submesh`.
         float8: linear layers multiply in float8, but for the gradients of weights.
@@ -204,6 +204,11 @@ class CostModel:
     def for_stage(self, stage: Stage) -> CostModel:
         """The same ranks with the degrees of a stage: its prices. Built once."""
         return self.for_submesh(self.ranks, stage.tensor, stage.expert)
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Tensor and expert degree."""
+        return self.tensor, self.expert
 
     @property
     def expert_degrees(self) -> tuple[int, ...]:
@@ -545,9 +550,30 @@ def _require_tensor(cost: CostModel) -> None:
         raise SeqloomError(f"profile {cost.profile.name} has no constants for {what}; leave the profile out")
     cost.model.check_tensor(cost.tensor)
     sizes = [size for size in cost.family.sizes if size in cost.cluster_cost.family.sizes]
+    rule = "tensor parallel groups are blocks of the group family"
+    if cost.sharding != Sharding.FREE:
+        sizes = [size for size in sizes if cost.node_size % size == 0]
+        rule = "tensor parallel groups are equal parts of a node"
     if cost.tensor not in sizes:
-        rule = "tensor parallel groups are blocks of the group family"
         raise _no_tensor_groups(cost, cost.ranks, cost.tensor, sizes, rule)
+
+
+def tensor_degrees(
+    cluster: Cluster,
+    model: ModelSpec,
+    profile: AdditiveProfile | AnalyticProfile | str | Path | None = None,
+    sharding: Sharding | str = Sharding.FULL,
+) -> tuple[int, ...]:
+    """Tensor degrees that plans of one sharding may have, ascending, whether or not memory holds the model.
+
+    They divide heads, widths and experts, and a node. Under free sharding planners choose them stage by stage, and
+    profiles of published constants know degree 1 only.
+    """
+    additive = isinstance(Profile.resolve(profile, cluster.device.name), AdditiveProfile)
+    if sharding == Sharding.FREE or additive:
+        return (1,)
+    sizes = GroupFamily(cluster.ranks, cluster.gpus_per_node).sizes
+    return tuple(size for size in model.tensor_degrees if size in sizes and cluster.gpus_per_node % size == 0)
 
 
 def expert_degrees(

@@ -232,6 +232,7 @@ def bind(
     dropout_seed: int | None = None,
     layers: tuple[int, int] | None = None,
     ep_ranks: tuple[int, ...] = (),
+    tp_ranks: tuple[int, ...] = (),
 ) -> Context:
     """Compute what one stage's share of a round means for the rank of `transport`. Communicates nothing.
 
@@ -247,6 +248,7 @@ def bind(
         dropout_seed: another one for every step of training, the same on all ranks; None: nothing is dropped.
         layers: of the stage, as `Stage.layers`; needed where some of them recompute less than the others.
         ep_ranks: that divide the experts of the layers, this rank among them; see `Pipeline.ep_groups`.
+        tp_ranks: that divide the weights of the layers; a rank without tokens finds them in no group of the work.
     """
     _check_ranks(work, transport, node_size)
     _check_layouts(work, tensor)
@@ -255,6 +257,8 @@ def bind(
     blocks, tp_group = _block_layouts(work, rank), None
     if tensor > 1:
         ranks, index = tp_ranks_of(work, rank, tensor)
+        if len(ranks) == 1 and tp_ranks:
+            ranks, index = tp_ranks, tp_ranks.index(rank)
         sliced = slice_of(work, index, tensor)
         tp_group = bind_tp_group(ranks, index, blocks, Context(sliced, _block_layouts(sliced, rank), *shared), family)
     redistribute = _bind_redistribute(work, transport, device, shard_groups, family)

@@ -138,11 +138,13 @@ def bind_plan(
     for stage in pipeline.stages_of(pp_rank):
         layers, tensor, microbatches = pipeline.layer_ranges[stage], pipeline.stages[stage].tensor, []
         ep_ranks = next(ranks for ranks in pipeline.ep_groups(stage) if rank in ranks)
+        tp_ranks = next(ranks for ranks in pipeline.tp_groups(stage) if rank in ranks)
         for number, current in enumerate(pipeline.rounds):
             work = current.by_stage[stage]
             context = None
             if _takes_part(work, shard_group):
-                context = bind_round(work, tensor=tensor, layers=(layers.first, layers.stop), ep_ranks=ep_ranks)
+                span, peers = (layers.first, layers.stop), {"ep_ranks": ep_ranks, "tp_ranks": tp_ranks}
+                context = bind_round(work, tensor=tensor, layers=span, **peers)
             if prepare is not None and context is not None:
                 prepare(context)
             slices = (None, None) if context is None else boundary.slices(stage, number, context.tokens)

@@ -13,6 +13,10 @@ with the same experts, and gradients of an expert are those of all tokens that w
     hybrid, nodes of 4,     0 1 2 3     0 and 2 share the first half of the experts, 1 and 3 the second;
     expert degree 2         4 5 6 7     so do 4 and 6, 5 and 7
 
+Weights of layers that a TP group divides are cut in the same way (`params.tp_slices`): with tensor degree 2 ranks 0 and
+2 share the first half of every matrix. What is whole on all ranks of a TP group, such as norms, has its gradients
+summed there once per step. Embedding, final norm and head are sharded over the whole row.
+
 Where the optimiser is offloaded, FSDP2 shards copies in the dtype that layers compute in. It would round gradients to
 that dtype too, so hooks of its reductions take the sums before (`WideGradients`).
 """
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +49,7 @@ from seqloom.params.interface import (
     all_reduce_gradients,
     check_expert_degree,
     check_job,
+    check_tensor_degree,
     device_of,
     full_tensor,
     local_tensor,
@@ -54,9 +59,11 @@ from seqloom.params.interface import (
     squared_norm,
     trained_parameters,
 )
+from seqloom.params.placement import replace_parameters
+from seqloom.params.tp_slices import slice_parameters, tp_slices
 from seqloom.plan import LayerRange, Plan, Sharding
 
-REPLICA, SHARD, EXPERT = "replica", "shard", "expert"
+REPLICA, SHARD, EXPERT, TENSOR = "replica", "shard", "expert", "tensor"
 
 
 class FSDPParameters(Parameters):
@@ -76,6 +83,7 @@ class FSDPParameters(Parameters):
         keep_gathered: bool = False,
         offload_optimiser: bool = False,
         expert: int = 1,
+        tensor: int = 1,
         chunk: int = CHUNK,
     ) -> None:
         """Shard the model in place. If layers shall recompute, `recompute_layers` comes first.
@@ -89,6 +97,7 @@ class FSDPParameters(Parameters):
             keep_gathered: keep layers gathered from forward to backward: more memory, one gather less.
             offload_optimiser: keep master weights in host memory.
             expert: neighbours that divide the experts of every layer among them.
+            tensor: neighbours that divide the weights of every layer among them.
         """
         adapter.check_expert_degree(expert)
         parameters = list(adapter.module.parameters())
@@ -101,35 +110,54 @@ class FSDPParameters(Parameters):
         if expert > 1:
             wide = max(width, expert)
             self._ep_mesh = new_mesh(device, ranks.view(-1, wide // expert, expert), (REPLICA, SHARD, EXPERT))
+        self._tensor, self._tp_mesh = tensor, self._mesh
+        if tensor > 1:
+            wide = max(width, tensor)
+            blocks = ranks.view(-1, wide // tensor, tensor).transpose(1, 2).contiguous()
+            self._tp_mesh = new_mesh(device, blocks, (REPLICA, TENSOR, SHARD))
+        self._slices = tp_slices(adapter, adapter.layers, transport.rank % tensor, tensor)
+        shapes = {name: each.shape for name, each in adapter.module.named_parameters() if name in self._slices}
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype(parameters))
         del parameters  # they would keep the unsharded tensors alive
         options = {"mp_policy": policy, "reshard_after_forward": not keep_gathered}
         self._experts = frozenset(adapter.expert_parameters) if expert > 1 else frozenset[str]()
         names = {id(each): name for name, each in adapter.module.named_parameters()}
         modules = {module for module, _ in adapter.experts} if expert > 1 else set[nn.Module]()
-        host: dict[str, torch.Tensor] = {}
+        host, of_layers = dict[str, torch.Tensor](), set[str]()
         for layers in _by_shared_parameters(adapter.layers):
             for module in (each for layer in layers for each in layer.modules() if each in modules):
                 host |= self._divide_experts(module, names, param_dtype, offload=offload_optimiser)
                 fully_shard(module, **options, mesh=self._ep_mesh[SHARD], shard_placement_fn=self._shard_axis)
             wanted = {id(each): each for layer in layers for each in layer.parameters() if id(each) in names}
             named = [(names[each], parameter) for each, parameter in wanted.items()]
+            sliced = slice_parameters(adapter, self._slices, dict(named))
+            for layer in layers:
+                replace_parameters(layer, sliced)
+            named = [(name, sliced.get(id(parameter), parameter)) for name, parameter in named]
             adapter.materialize([(name, parameter) for name, parameter in named if parameter.is_meta])
             if offload_optimiser:
-                host |= self._to_host(named, param_dtype)
-            fully_shard(layers, **options, mesh=self._mesh[SHARD])
+                host |= self._to_host(named, param_dtype, self._tp_mesh[SHARD])
+            of_layers |= {name for name, _ in named}
+            fully_shard(layers, **options, mesh=self._tp_mesh[SHARD])
         adapter.materialize()
         if offload_optimiser:
             others = [(name, each) for name, each in adapter.module.named_parameters() if name not in host]
-            host |= self._to_host(others, param_dtype)
+            host |= self._to_host(others, param_dtype, self._mesh[SHARD])
         # parameters outside the layers: embedding, norm, head
         self._root = fully_shard(self._loss, mesh=self._mesh[SHARD], mp_policy=policy)
         self._sharded = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded:
             _sum_all_gradients(module)
         self._shards = trained_parameters(adapter.module)  # while nothing is gathered
-        every = dict(adapter.module.named_parameters())
-        self._host_masters = {name: host_master(values, every[name]) for name, values in host.items()}
+        self._replicated = of_layers - self._slices.keys() if tensor > 1 else frozenset[str]()
+        # slices as shards of the whole weights, in the memory of those that FSDP2 has
+        self._parameters = dict(adapter.module.named_parameters())
+        for name, own in self._slices.items():
+            shard = self._parameters[name]
+            whole = own.whole(local_tensor(shard.detach()), shapes[name], self._tp_mesh[TENSOR, SHARD])
+            self._parameters[name] = nn.Parameter(whole, requires_grad=shard.requires_grad)
+            self._parameters[name].grad_dtype = None
+        self._host_masters = {name: host_master(values, self._parameters[name]) for name, values in host.items()}
         wide = offload_optimiser and param_dtype is not None
         self._wide_gradients = WideGradients(self._sharded, self._shards, policy.reduce_dtype) if wide else None
         self._weight_gradients = WeightGradients()
@@ -163,9 +191,11 @@ class FSDPParameters(Parameters):
         """Return how FSDP2 shards a parameter of a module of experts."""
         return Shard(_expert_shard_axis(local_tensor(parameter).shape, self._ep_mesh[SHARD].size()))
 
-    def _to_host(self, named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    def _to_host(
+        self, named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype | None, mesh: DeviceMesh
+    ) -> dict[str, torch.Tensor]:
         """Copy this rank's rows of parameters to the host, and convert what is left to the dtype of layers."""
-        rows, mesh = {}, self._mesh[SHARD]
+        rows = {}
         for name, parameter in named:
             values = parameter.detach()
             rows[name] = host_copy(values[shard_rows(len(values), mesh.get_local_rank(), mesh.size())])
@@ -179,9 +209,10 @@ class FSDPParameters(Parameters):
         return tuple(sorted(self._ep_mesh[axes].mesh.flatten().tolist()))
 
     def prefetch(self, plan: Plan) -> None:
-        """Refuse a plan that divides experts in another way."""
+        """Refuse a plan that divides experts or weights in another way."""
         super().prefetch(plan)
         check_expert_degree(plan, self._expert)
+        check_tensor_degree(plan, self._tensor)
 
     @property
     def weight_gradients(self) -> WeightGradients:
@@ -212,33 +243,54 @@ class FSDPParameters(Parameters):
         """See `Parameters.finish_gradients`."""
         if self._wide_gradients is not None:
             self._wide_gradients.set()
-        for mesh, shards in ((self._mesh, self._others), (self._ep_mesh, self._of_experts)):
-            if shards and mesh[REPLICA].size() > 1:
-                group = mesh[REPLICA].get_group()
-                all_reduce_gradients(shards, lambda flat, group=group: dist.all_reduce(flat, group=group))
+        for each in self._kinds:
+            for axis in each.summed:
+                if each.shards and each.mesh[axis].size() > 1:
+                    group = each.mesh[axis].get_group()
+                    all_reduce_gradients(each.shards, lambda flat, group=group: dist.all_reduce(flat, group=group))
+        for name in self._slices.keys() & self._shards.keys():
+            gradient, whole = self._shards[name].grad, self._parameters[name]
+            if gradient is not None:
+                whole.grad = dtensor_like(cast("DTensor", whole), local_tensor(gradient))
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`. The shards of a row are the model; all rows have the same."""
-        squares = torch.stack([squared_norm(each, self._device) for each in (self._others, self._of_experts)])
-        dist.all_reduce(squares[:1], group=self._mesh[SHARD].get_group())
-        for axis in (SHARD, EXPERT) if self._of_experts else ():
-            dist.all_reduce(squares[1:], group=self._ep_mesh[axis].get_group())
+        kinds = self._kinds
+        squares = torch.stack([squared_norm(each.shards, self._device) for each in kinds])
+        for number, each in enumerate(kinds):
+            for axis in each.cut:
+                dist.all_reduce(squares[number : number + 1], group=each.mesh[axis].get_group())
         return squares.sum().sqrt()
 
     @property
-    def _of_experts(self) -> list[nn.Parameter]:
-        """Shards of experts that are divided."""
-        return [each for name, each in self._shards.items() if name in self._experts]
+    def _kinds(self) -> list[ShardKind]:
+        """The trained shards by the ranks that have them."""
+        chosen = {
+            "experts": ShardKind(self._ep_mesh, (REPLICA,), (SHARD, EXPERT), []),
+            "slices": ShardKind(self._tp_mesh, (REPLICA,), (SHARD, TENSOR), []),
+            "replicated": ShardKind(self._tp_mesh, (TENSOR, REPLICA), (SHARD,), []),
+            "others": ShardKind(self._mesh, (REPLICA,), (SHARD,), []),
+        }
+        for name, shard in self._shards.items():
+            chosen[self._kind_of(name)].shards.append(shard)
+        return [each for each in chosen.values() if each.shards]
 
-    @property
-    def _others(self) -> list[nn.Parameter]:
-        return [each for name, each in self._shards.items() if name not in self._experts]
+    def _kind_of(self, name: str) -> str:
+        if name in self._experts:
+            return "experts"
+        if name in self._slices:
+            return "slices"
+        return "replicated" if name in self._replicated else "others"
 
     def shards(self) -> Iterator[tuple[str, ParameterShard]]:
         """See `Parameters.shards`; the first replica has them."""
-        for name, parameter in self._adapter.module.named_parameters():
-            mesh = self._ep_mesh if name in self._experts else self._mesh
-            yield name, ParameterShard.of(self._master(name, parameter), sends=mesh[REPLICA].get_local_rank() == 0)
+        for name, parameter in self._parameters.items():
+            kind = self._kind_of(name)
+            mesh = {"experts": self._ep_mesh, "others": self._mesh}.get(kind, self._tp_mesh)
+            sends = mesh[REPLICA].get_local_rank() == 0
+            if kind == "replicated":
+                sends = sends and mesh[TENSOR].get_local_rank() == 0
+            yield name, ParameterShard.of(self._master(name, parameter), sends=sends)
 
     def _master(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         """Return the master of a parameter, as a DTensor whose shard is on the device."""
@@ -248,26 +300,37 @@ class FSDPParameters(Parameters):
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`; all of them are DTensors."""
-        return {name: self._host_masters.get(name, shard) for name, shard in self._shards.items()}
+        return {name: self._host_masters.get(name, shard) for name, shard in self.device_shards().items()}
 
     def device_shards(self) -> dict[str, nn.Parameter]:
         """See `Parameters.device_shards`."""
-        return dict(self._shards)
+        return {name: self._parameters[name] for name in self._shards}
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`."""
-        for name, parameter in self._adapter.module.named_parameters():
+        for name, parameter in self._parameters.items():
             yield name, full_tensor(self._master(name, parameter))
 
     def zero_grad(self) -> None:
         """See `Parameters.zero_grad`."""
         super().zero_grad()
+        for name in self._slices.keys() & self._shards.keys():
+            self._shards[name].grad = None
         if self._wide_gradients is not None:
             self._wide_gradients.clear()
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """Yield the shards; torch allocates and frees the gathered parameters."""
         yield from map(local_tensor, self._shards.values())
+
+
+class ShardKind(NamedTuple):
+    """Shards that ranks have alike: gradients are summed over some axes of their mesh, values are cut along others."""
+
+    mesh: DeviceMesh
+    summed: tuple[str, ...]
+    cut: tuple[str, ...]
+    shards: list[nn.Parameter]
 
 
 class WideGradients:

@@ -23,6 +23,8 @@ from seqloom.models.experts import ExpertLoad
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.router_loss import RouterLoss
 from seqloom.models.split_backward import WeightGradients
+from seqloom.params.placement import replace_parameters
+from seqloom.params.tp_slices import TPSlice, tp_slices
 from seqloom.plan import LayerRange, Plan, Sharding
 
 T = TypeVar("T")
@@ -189,7 +191,10 @@ class ParameterShard(NamedTuple):
 
 
 class ReplicatedParameters(Parameters):
-    """All parameters on every rank, of any transport; one sum of the gradients over all ranks per step."""
+    """All parameters on every rank, of any transport; one sum of the gradients over all ranks per step.
+
+    Where a plan has a tensor degree, layers compute with slices of them, in the same memory.
+    """
 
     def __init__(self, adapter: ModelAdapter, transport: Transport, *, chunk: int = CHUNK) -> None:
         """Take a model that has the same values on all ranks.
@@ -202,6 +207,8 @@ class ReplicatedParameters(Parameters):
         head = cast("torch.Tensor", adapter.head.weight)
         super().__init__(adapter, head.dtype, head.device, chunk, HeadGradients())
         self._transport = transport
+        self._whole = dict(adapter.module.named_parameters())
+        self._slices: dict[str, TPSlice] = {}
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
@@ -209,11 +216,30 @@ class ReplicatedParameters(Parameters):
         return (self._transport.rank,)
 
     def prefetch(self, plan: Plan) -> None:
-        """Refuse tensor parallelism."""
-        check_no_tensor_parallel(plan)
+        """Give layers the slices of their weights that this rank computes with."""
+        rank, slices = self._transport.rank, dict[str, TPSlice]()
+        for pipeline in plan.pipelines:
+            for stage in pipeline.stages:
+                if rank in stage.ranks:
+                    place, layers = stage.ranks.index(rank) % stage.tensor, self._adapter.layers[slice(*stage.layers)]
+                    slices |= tp_slices(self._adapter, layers, place, stage.tensor)
+        if slices != self._slices:
+            now = dict(self._adapter.module.named_parameters())
+            new = {name: self._whole[name] for name in self._slices}
+            for name, own in slices.items():
+                whole = self._whole[name]
+                new[name] = nn.Parameter(own.of(whole.detach()), requires_grad=whole.requires_grad)
+            replace_parameters(self._adapter.module, {id(now[name]): each for name, each in new.items()})
+            self._slices = slices
 
     def finish_gradients(self) -> None:
         """See `Parameters.finish_gradients`."""
+        computed = dict(self._adapter.module.named_parameters()) if self._slices else {}
+        for name, own in self._slices.items():
+            whole, gradient = self._whole[name], computed[name].grad
+            if gradient is not None:
+                whole.grad = torch.zeros_like(whole)
+                own.of(whole.grad).copy_(gradient)
         everyone, masters = tuple(range(self._transport.ranks)), self.master_weights().values()
         if len(everyone) == 1:
             fill_missing_gradients(masters)
@@ -226,17 +252,31 @@ class ReplicatedParameters(Parameters):
 
     def shards(self) -> Iterator[tuple[str, ParameterShard]]:
         """See `Parameters.shards`; rank 0 has them."""
-        for name, parameter in self._adapter.module.named_parameters():
+        for name, parameter in self._whole.items():
             yield name, ParameterShard.of(parameter, sends=self._transport.rank == 0)
 
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`."""
+        yield from ((name, each.detach()) for name, each in self._whole.items())
 
-def check_no_tensor_parallel(plan: Plan) -> None:
-    """Refuse a plan that slices weights over the ranks of a TP group."""
-    degree = max((stage.tensor for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
-    if degree > 1:
+    def master_weights(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.master_weights`."""
+        return {name: each for name, each in self._whole.items() if each.requires_grad}
+
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`."""
+        super().zero_grad()
+        for parameter in self._adapter.module.parameters():
+            parameter.grad = None
+
+
+def check_tensor_degree(plan: Plan, degree: int) -> None:
+    """Refuse a plan that divides weights over other ranks than those that have them."""
+    found = {stage.tensor for pipeline in plan.pipelines for stage in pipeline.stages}
+    if found != {degree}:
         raise SeqloomError(
-            f"a plan with tensor degree {degree} for parameters that every rank of a stage has in full; plan with "
-            "tensor degree 1, or use ReshardingParameters"
+            f"a plan with tensor degree {', '.join(map(str, sorted(found)))} for parameters whose weights are divided "
+            f"over {degree} rank{'s' * (degree > 1)}; plan with tensor = {degree}, or use ReshardingParameters"
         )
 
 
@@ -257,7 +297,6 @@ def check_fixed_layout(plan: Plan) -> None:
             "a plan with free sharding, whose stages may be others in every step, for parameters that stay where they "
             "were placed; use ReshardingParameters, or plan with the sharding of the parameters"
         )
-    check_no_tensor_parallel(plan)
 
 
 def check_job(transport: Transport) -> None:

@@ -110,6 +110,11 @@ class Pipeline:
         ranks, size = self.stages[stage].ranks, self.stages[stage].expert
         return tuple(ranks[k : k + size] for k in range(0, len(ranks), size))
 
+    def tp_groups(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of a stage that divide the weights of its layers among them, group by group."""
+        ranks, size = self.stages[stage].ranks, self.stages[stage].tensor
+        return tuple(ranks[k : k + size] for k in range(0, len(ranks), size))
+
     def pp_rank_of(self, stage: int) -> int:
         """Return the pipeline rank, and so the row of `actions`, that runs a stage."""
         return self.ranks_by_pp_rank.index(self.stages[stage].ranks)

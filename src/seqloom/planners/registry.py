@@ -200,6 +200,11 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
     if spec.seeded:
         given["seed"] = seed
     check_options(name, options)
+    if spec.rival and cost.tensor > 1:
+        raise SeqloomError(
+            f"planner {spec.name} with tensor degree {cost.tensor}: as published it divides no weights; use tensor "
+            "degree 1, or another planner"
+        )
 
     def plan_under(own: CostModel) -> Plan:
         return with_layer_choices(spec.load()(array, own, **given, **options), own)
@@ -270,18 +275,18 @@ def plan_batches(
 ) -> list[dict[str, TimedPlan]]:
     """Plan every batch with every planner, one after another.
 
-    ``static`` keeps one degree for all batches, as a run would, and every planner one expert degree; ``auto`` also sees
-    what the others found for a batch. ``progress`` is called with the planner's name and the batch's index before each
-    planning. Returns one dictionary per batch, from the name as given to its plan.
+    ``static`` keeps one degree for all batches, as a run would, and every planner one tensor and one expert degree;
+    ``auto`` also sees what the others found for a batch. ``progress`` is called with the planner's name and the batch's
+    index before each planning. Returns one dictionary per batch, from the name as given to its plan.
 
     Args:
-        others: the cost model with other expert degrees. A planner takes the one by which it is fastest.
+        others: the cost model with other tensor or expert degrees. A planner takes the one by which it is fastest.
     """
     costs, results = (cost, *others), {}
-    found: dict[int, dict[str, list[TimedPlan]]] = {own.expert: {} for own in costs}
+    found: dict[tuple[int, int], dict[str, list[TimedPlan]]] = {own.degrees: {} for own in costs}
 
     def plan_all(name: str, own: CostModel) -> tuple[int, list[TimedPlan]]:
-        known, plans = found[own.expert], []
+        known, plans = found[own.degrees], []
         options = _run_options(name, batches, own)
         if parse_planner(name)[0].quick and len(batches):  # load modules before the clock runs
             make_plan(name, batches[0][:2], own, seed=seed, **options)
@@ -314,8 +319,8 @@ def _run_options(name: str, batches: Sequence[np.ndarray], cost: CostModel) -> d
 def fastest(costs: Sequence[CostModel], run: Callable[[CostModel], tuple[int, T]]) -> T:
     """Return what ``run`` makes, with its time in ns, of the cost model by which it takes least; the first of equals.
 
-    The cost models differ by their expert degree. Those by which it is refused are left out; if all are, the first
-    refusal is raised.
+    The cost models differ by their tensor and expert degrees. Those by which it is refused are left out; if all are,
+    the first refusal is raised.
     """
     best: tuple[int, T] | None = None
     refusal: SeqloomError | None = None

@@ -254,6 +254,9 @@ class Planning:
     sharding: Literal["full", "hybrid", "none", "free"] = "full"
     """Parameters are sharded over all ranks, those of a node, or not; free: over all ranks, and every step moves them
     to where its plan computes, so that plans may have any stages."""
+    tensor: Positive | Literal["auto"] = 1
+    """Neighbouring ranks of a node that divide the matrices of every layer, for the whole run; auto: the fastest for
+    the data."""
     expert: Positive | Literal["auto"] = 1
     """Neighbouring ranks that divide the experts of every layer, for the whole run; auto: the fastest for the data."""
     strategies: str = "auto"

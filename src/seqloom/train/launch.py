@@ -148,6 +148,7 @@ def train_on_processes(
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
     if setup.planners.multi_stage:
         check_splits(model, setup.planners.tensor_degrees)
+    model.check_tp_degree(setup.cost.tensor)
     if config.model.float8:
         use_float8(model.layers)
     summary = run_on_processes(

@@ -147,7 +147,7 @@ def shard_parameters(
         placement = Placement(tuple(stages), cost.sharding, cost.node_size)
         parameters = PipelineFSDP(adapter, transport, placement, **options)
     else:
-        sizes = {"node_size": cost.node_size, "expert": cost.expert}
+        sizes = {"node_size": cost.node_size, "expert": cost.expert, "tensor": cost.tensor}
         parameters = FSDPParameters(adapter, transport, cost.sharding, **sizes, **options)
     if adapter.deferred is not None:
         adapter.deferred.close()

@@ -48,7 +48,7 @@ from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Pipelining
 
 SAMPLED_BATCHES = 4
-"""Batches by whose predicted times `pipeline.stages = "auto"` and `plan.expert = "auto"` are decided."""
+"""Batches by whose predicted times `pipeline.stages`, `plan.tensor` and `plan.expert` are decided where "auto"."""
 STRATEGIES_FILE = "strategies.json"
 """The list of proposed strategies, in a run's folder."""
 WARM_UP_TOKENS = 2
@@ -61,12 +61,13 @@ Describe = Callable[[Config], ModelSpec]
 
 @dataclass(frozen=True, slots=True)
 class RunChoices:
-    """What a config leaves open where it says "auto": stages, expert degree, place of the optimiser; strategies."""
+    """What a config leaves open where it says "auto": stages, degrees, place of the optimiser; strategies."""
 
     stages: int
     strategies: tuple[Strategy, ...]
     offload_optimiser: bool = False
     expert: int = 1
+    tensor: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,14 +103,15 @@ class RunSetup:
         offload = choices.offload_optimiser if choices else choose_optimiser_offload(config, spec, ranks, longest)
         config = replace(config, optimiser=replace(config.optimiser, offload=offload))
         if choices is not None:
-            config = replace(config, plan=replace(config.plan, expert=choices.expert))
+            config = replace(config, plan=replace(config.plan, expert=choices.expert, tensor=choices.tensor))
         costs = make_cost_models(config, spec, ranks, longest)
         cost, sampler = costs[0], make_sampler(config, source, costs[0])
         if choices is None:
             batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
             stages, cost = choose_degrees(config, costs, batches)
-            choices = RunChoices(stages, load_strategies(config, cost, source.lengths), offload, cost.expert)
-            config = replace(config, plan=replace(config.plan, expert=cost.expert))
+            strategies = load_strategies(config, cost, source.lengths)
+            choices = RunChoices(stages, strategies, offload, cost.expert, cost.tensor)
+            config = replace(config, plan=replace(config.plan, expert=cost.expert, tensor=cost.tensor))
             sampler = sampler if cost is costs[0] else make_sampler(config, source, cost)
         stages = choices.stages
         planners = RunPlanners.load(config, cost, stages, choices.strategies)
@@ -120,7 +122,7 @@ class RunSetup:
     def choices(self) -> RunChoices:
         """What was chosen for this run."""
         stages, strategies = int(self.config.pipeline.stages), self.planners.strategies
-        return RunChoices(stages, strategies, self.cost.offload_optimiser, self.cost.expert)
+        return RunChoices(stages, strategies, self.cost.offload_optimiser, self.cost.expert, self.cost.tensor)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same on all ranks, by name: config, model, documents and cost model."""
@@ -234,7 +236,7 @@ def _count_steps(config: Config, source: Source, cost: CostModel) -> int:
 
 
 def make_cost_models(config: Config, spec: ModelSpec, ranks: int, longest: int) -> list[CostModel]:
-    """Return the cost model of a run's plans, for every expert degree that the config leaves open.
+    """Return the cost model of a run's plans, for every tensor and expert degree that the config leaves open.
 
     `longest` is the longest document in tokens.
     """
@@ -245,13 +247,20 @@ def make_cost_models(config: Config, spec: ModelSpec, ranks: int, longest: int) 
             f"plan.cluster = {spelling!r} has {cluster.ranks} ranks, the run has {ranks}; "
             f"start {cluster.ranks} processes, or name a cluster of {ranks}"
         )
-    plan, stages = config.plan, config.pipeline.stages
+    plan, stages, tensor = config.plan, config.pipeline.stages, config.plan.tensor
+    if tensor == "auto" and (config.model.compile or (config.model.huggingface and spec.experts)):
+        tensor = 1  # TP groups run neither compiled layers nor experts of transformers
+    if tensor != 1 and config.model.compile:
+        raise SeqloomError(
+            f"plan.tensor = {tensor} with model.compile = true: layers that a TP group divides run uncompiled; leave "
+            "one of them out"
+        )
     if stages == "auto" or plan.sharding == Sharding.FREE:
         stages = 2  # perhaps only a pipeline holds the model
     options: dict[str, Any] = {"profile": plan.profile, "sharding": plan.sharding, "expert": plan.expert}
     options |= {"budget_gib": plan.budget_gib, "max_length": config.data.max_length or longest}
     options |= {"capacity": plan.capacity, "stages": int(stages), "float8": config.model.float8}
-    options |= {"offload": plan.offload, "host_gib": plan.host_gib}
+    options |= {"offload": plan.offload, "host_gib": plan.host_gib, "tensor": tensor}
     return cost_models(cluster, spec, **options, offload_optimiser=config.optimiser.offload is True)
 
 
@@ -311,8 +320,9 @@ class RunPlanners:
 
     @property
     def tensor_degrees(self) -> tuple[int, ...]:
-        """Tensor degrees of the strategies."""
-        return tuple(sorted({pipe.parallel.tensor for strategy in self.strategies for pipe in strategy.pipelines}))
+        """Tensor degrees of all plans."""
+        own = [stage.tensor for stage in self.stages]
+        return tuple(sorted({*own, *(pipe.parallel.tensor for each in self.strategies for pipe in each.pipelines)}))
 
     def alternatives(self, lengths: np.ndarray) -> list[PlannerChoice]:
         """Return a planner for every strategy that holds documents of these lengths, tokens; and that of the run.
@@ -336,7 +346,7 @@ class RunPlanners:
             except SeqloomError:  # only several stages hold the longest document
                 return cls((), planner, planner, tuple(strategies))
             return cls((), planner, static, tuple(strategies))
-        everyone = Stage(tuple(range(cost.ranks)), (0, cost.model.layers), expert=cost.expert)
+        everyone = Stage(tuple(range(cost.ranks)), (0, cost.model.layers), *cost.degrees)
         return cls((everyone,), planner, static)
 
     @classmethod
@@ -361,7 +371,7 @@ class RunPlanners:
 
 
 def choose_degrees(config: Config, costs: Sequence[CostModel], batches: Sequence[np.ndarray]) -> tuple[int, CostModel]:
-    """Return the number of stages and the cost model, of those with the run's expert degrees, of the shortest steps."""
+    """Return the number of stages and the cost model, of those with the run's degrees, of the shortest steps."""
     if len(costs) == 1:
         return choose_stages(config, costs[0], batches), costs[0]
 

@@ -96,7 +96,7 @@ def comparison_table(results: Mapping[str, Figures], starred: Collection[str] = 
     Over several batches a row shows means; speed-up is the first planner's total step time over its own; gap is the
     mean of step / bound - 1; memory is the largest peak. The lists over batches are those that ``seqloom compare
     --json`` prints under ``planners``; a plan that was read from a file has plan_ms None. Rows of starred planners
-    point to a note below the table. Expert degrees stand below, where one is above 1.
+    point to a note below the table. Tensor and expert degrees stand below, where one is above 1.
     """
     names = ("planner", "step ms", "speed-up", "gap %", "rounds", "comm %", "idle %", "peak GiB", "plan ms")
     table = table_of(names, left=("planner",), folding="planner")
@@ -117,11 +117,14 @@ def comparison_table(results: Mapping[str, Figures], starred: Collection[str] = 
             milliseconds(1e6 * fmean(planned)) if planned else "-",
             style="bold" if totals[name] == min(totals.values()) else None,
         )
-    experts = {name: int(max(figures.get("expert", (1,)))) for name, figures in results.items()}
-    if any(degree > 1 for degree in experts.values()):
-        same = len(set(experts.values())) == 1
-        said = [str(degree) if same else f"{name} {degree}" for name, degree in experts.items()]
-        table.caption, table.caption_justify = f"expert degree: {', '.join(dict.fromkeys(said))}", "left"
+    lines = []
+    for kind in ("tensor", "expert"):
+        degrees = {name: int(max(figures.get(kind, (1,)))) for name, figures in results.items()}
+        if any(degree > 1 for degree in degrees.values()):
+            same = len(set(degrees.values())) == 1
+            said = [str(degree) if same else f"{name} {degree}" for name, degree in degrees.items()]
+            lines.append(f"{kind} degree: {', '.join(dict.fromkeys(said))}")
+    table.caption, table.caption_justify = "\n".join(lines) or None, "left"
     return table
 
 

@@ -11,6 +11,7 @@ FIGURES = {
     "bound_ms",
     "plan_ms",
     "rounds",
+    "tensor",
     "expert",
     "comm_share",
     "idle_share",

@@ -126,15 +126,18 @@ def test_keys_of_a_document_in_pieces_are_those_of_a_ranks_heads():
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
 def test_other_shardings_split_what_they_shard(sharding):
-    """Each of two tensor ranks has half of the layers' matrices, and shards them with its peers in other groups."""
+    """Each of two tensor ranks has half of the layers' matrices, and shards them with its peers in other groups.
+
+    Embedding, final norm and head are sharded over all ranks, like those of plans without tensor parallelism.
+    """
     split = cost_of(sharding=sharding).with_tensor(2)
-    held = 9 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) + 2 * TABLE + 1024
-    groups = {"full": 4, "hybrid": 2, "none": 1}[sharding]
+    layers, outside = 9 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024), 2 * TABLE + 1024
+    groups, ranks = {"full": (4, 8), "hybrid": (2, 4), "none": (1, 1)}[sharding]
     policy = NONE if sharding == "none" else NONE._replace(reduce=Reduce.ROUND)
     two = 2 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024)  # layers gathered at a time, with their gradients
     gathered = 0 if sharding == "none" else 2 * (two + 2 * TABLE) + 4 * two
     working = split.memory.working_bytes(LayerRange(0, 9, 9))
-    assert split.memory.fixed_bytes(policy) == 18 * held // groups + gathered + working
+    assert split.memory.fixed_bytes(policy) == 18 * (layers // groups + outside // ranks) + gathered + working
     assert split.shard_group_size == {"full": 8, "hybrid": 4, "none": 2}[sharding]
     stage = split.memory.state_bytes(LayerRange(2, 5, 9), 1 if sharding == "none" else 4)
     assert stage == 3 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) * (18 if sharding == "none" else 6 + 16 // 2)

@@ -12,7 +12,7 @@ from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import ModelAdapter
 from seqloom.models.adapter import ModelWithLoss
-from seqloom.params import ReplicatedParameters, ReshardingParameters
+from seqloom.params import ReshardingParameters
 from seqloom.params.interface import check_fixed_layout
 from seqloom.params.resharding import ReshardedStages
 from seqloom.plan import Group, Reduce, Sharding
@@ -305,7 +305,6 @@ def test_plans_that_do_not_suit_are_refused(threads):
     assert absent in message(threads, gathered_per_pass(some, (0,)))
     deeper = replace(STEP, spec=tiny_spec(layers=4))
     assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
-    assert "tensor degree 2 for parameters that every rank" in message(threads, free, ReplicatedParameters)
     with pytest.raises(SeqloomError, match="for parameters that stay where they were placed; use ReshardingParameters"):
         check_fixed_layout(free)
     with pytest.raises(SeqloomError, match="tensor degree 2 for parameters that every rank"):

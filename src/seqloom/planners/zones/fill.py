@@ -4,6 +4,9 @@
 so `RankLoads` counts time and memory rank by rank. `fill_round` goes from the longest document to the shortest: it cuts
 only where the target asks for it, and puts the rest whole on the least loaded rank. `swap_rebalance` then exchanges
 whole documents between slow and fast ranks. `rank_times` and `finish` give the times of the cost model.
+
+With a tensor degree, the ranks of a TP group do everything together. Then all that is said of ranks here is of TP
+groups: degrees of shapes, ranks of a node or of a shard group, and the tokens that one holds.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from seqloom.layout import Span
 from seqloom.plan import Group
 from seqloom.planners.loops import NEVER
 
-SINGLE_RANK = GroupShape(1, 1)
 PROBE = 1 << 16
 """Tokens at which the time of linear layers, which is proportional, is read off."""
 CUTTABLE_SHARE = 8
@@ -51,7 +53,12 @@ class SingleRankPrices:
     @cached_property
     def tables(self) -> CostTables:
         """The documents on one rank, whether it holds them or not."""
-        return self.cost.tables(self.lengths, self.policy, (SINGLE_RANK,))
+        return self.cost.tables(self.lengths, self.policy, (GroupShape(self.cost.tensor, 1),))
+
+    @property
+    def ranks(self) -> int:
+        """That the cost model has."""
+        return self.cost.ranks // self.cost.tensor
 
     @property
     def min_rounds(self) -> int:
@@ -61,7 +68,7 @@ class SingleRankPrices:
     def least_ns(self, rounds: int) -> int:
         """Step in ns if every rank were busy all the time, in so many rounds."""
         fixed, _, floor = self.tables.fixed[:, 0].tolist()
-        work = int(self.tables.cost[0, 0].sum()) // self.cost.ranks + rounds * fixed
+        work = int(self.tables.cost[0, 0].sum()) // self.ranks + rounds * fixed
         return max(work, rounds * floor) + self.cost.step_overhead_ns(self.policy)
 
 
@@ -80,6 +87,9 @@ class ZonePrices:
 
     cost: CostModel
     policy: MemoryPolicy
+    ranks: int
+    node_size: int  # Ranks of a node
+    shard_group_size: int  # Ranks of a shard group
     capacity: int  # Tokens a rank holds in one round
     tokens: np.ndarray  # int64[n]: tokens a document occupies
     whole_ns: np.ndarray  # int64[n]: time of a document on one rank
@@ -100,25 +110,29 @@ class ZonePrices:
         cost, policy, tables = single.cost, single.policy, single.tables
         whole, capacity = tables.cost[0, 0], tables.capacity
         order = np.argsort(-whole, kind="stable")
-        least = int(whole.sum()) // (cost.ranks * single.min_rounds * CUTTABLE_SHARE)
-        long = order[(whole[order] > least) | (tables.tokens[order] > capacity)]
+        least, tensor = int(whole.sum()) // (single.ranks * single.min_rounds * CUTTABLE_SHARE), cost.tensor
+        long = order[(whole[order] > least) | (tables.tokens[order] > capacity * tensor)]
         cut = cost.tables(single.lengths[long], policy)
         fits = cut.tokens[None, :] <= cut.degree[:, None] * capacity
         fixed = int(tables.fixed[0, 0])
-        probe = cost.group_cost(Group((0,), 1, 1, (Span(0, 0, PROBE),)), policy)
+        probe = cost.group_cost(Group(tuple(range(tensor)), tensor, 1, (Span(0, 0, PROBE),)), policy)
         linear = tables.tokens * (probe.linear + probe.routed + probe.head) // PROBE
+        hiding = np.maximum(0, whole - linear) if tensor == 1 else np.zeros_like(whole)  # by single ranks only
         return cls(
             cost=cost,
             policy=policy,
-            capacity=capacity,
-            tokens=tables.tokens,
+            ranks=single.ranks,
+            node_size=cost.node_size // tensor,
+            shard_group_size=cost.shard_group_size // tensor,
+            capacity=capacity * tensor,
+            tokens=-(-tables.tokens // tensor) * tensor,
             whole_ns=whole,
-            attention_ns=np.maximum(0, whole - linear),
+            attention_ns=hiding,
             order=order,
             fixed_ns=fixed,
             floor_ns=int(tables.fixed[2, 0]),
             column={k: i for i, k in enumerate(long.tolist())},
-            shapes=cut.shapes,
+            shapes=tuple(shape._replace(ulysses=shape.ulysses // tensor) for shape in cut.shapes),
             compute_ns=np.where(fits, cut.cost[0], NEVER),
             ring_ns=cut.cost[1],
             nic_ns=cut.cost[2],
@@ -160,17 +174,16 @@ class RankLoads:
     groups: dict[int, list[Ranks]] = field(default_factory=dict)  # Index of a shape -> the ranks of each group of it
     unplaced: list[int] = field(default_factory=list)  # Documents that found no room
 
-    def place(self, cut: Cut, document: int, tokens: int) -> None:
+    def place(self, cut: Cut, document: int) -> None:
         """Cut a document over ranks."""
         key = cut.ranks, cut.shape
         if key not in self.cut:
             self.cut[key] = []
             self.groups.setdefault(cut.shape, []).append(cut.ranks)
         self.cut[key].append(document)
-        share = -(-tokens // len(cut.ranks))
         for rank in cut.ranks:
             self.load[rank] += cut.rank_ns
-            self.tokens_left[rank] -= share
+            self.tokens_left[rank] -= cut.share
 
 
 class FillTarget(NamedTuple):
@@ -184,10 +197,11 @@ class FillTarget(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A possible cut of a document: index of the shape, ns on each of its ranks, the ranks."""
+    """A possible cut of a document: index of the shape, ns and tokens on each of its ranks, the ranks."""
 
     shape: int
     rank_ns: int
+    share: int
     ranks: Ranks
 
 
@@ -214,7 +228,7 @@ def _place_cut(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, t
         if cut is None:
             loads.unplaced.append(k)
             continue
-        loads.place(cut, k, int(prices.tokens[k]))
+        loads.place(cut, k)
         at = list(cut.ranks)
         load[at] = [loads.load[rank] for rank in at]
         tokens_left[at] = [loads.tokens_left[rank] for rank in at]
@@ -251,7 +265,7 @@ def _place_rest(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, 
             if cheapest[column[k]] <= most:
                 cut = _cheapest_cut(prices, k, loads, np.array(load), np.array(tokens_left), target, most, ends)
                 if cut is not None:
-                    loads.place(cut, k, size)
+                    loads.place(cut, k)
                     continue
         if not heap:
             loads.unplaced.append(k)
@@ -277,7 +291,7 @@ def _cheapest_cut(
 
     ``load`` and ``tokens_left``, int64[ranks], are those of ``loads``. The cut may cost ``most`` rank-ns.
     """
-    at, size = prices.column[k], int(prices.tokens[k])
+    at, size, tensor = prices.column[k], int(prices.tokens[k]), prices.cost.tensor
     priced = prices.cut_prices[target.hidden]
     rank_ns, total_ns = priced.rank_ns[:, at].tolist(), priced.total_ns[:, at].tolist()
     limit, least = (int(NEVER), target.degrees[k]) if k in target.degrees else (target.limit, 2)
@@ -288,15 +302,15 @@ def _cheapest_cut(
             break
         if shape.degree < max(2, least) or time > limit:
             continue
-        share = -(-size // shape.degree)
+        share = -(-size // (shape.degree * tensor)) * tensor
         # a document that joins a group does not pay the group's own cost again
         joining = time - int(prices.group_ns[0, s] if target.hidden else prices.group_ns[:, s].min())
         joined = _best_group(loads, s, share, joining)
         if joined is not None and joined[0] < ends:
-            ends, best = joined[0], Cut(s, joining, joined[1])
-        opened = best_ranks(shape, load, tokens_left, share, prices.cost.node_size)
+            ends, best = joined[0], Cut(s, joining, share, joined[1])
+        opened = best_ranks(shape, load, tokens_left, share, prices.node_size)
         if opened is not None and opened[0] + time < ends:
-            ends, best = opened[0] + time, Cut(s, time, opened[1])
+            ends, best = opened[0] + time, Cut(s, time, share, opened[1])
         if ends <= target.target:
             break
     return best
@@ -437,7 +451,7 @@ def finish(prices: ZonePrices, loads: RankLoads, times: np.ndarray, ready: np.nd
 
     ``times``, int64[ranks], are ns that each rank takes in the round.
     """
-    size = prices.cost.shard_group_size
+    size = prices.shard_group_size
     slowest = times.reshape(-1, size).max(axis=1)
     joined = join_shard_groups({rank // size for rank in members} for members, _ in loads.cut)
     return finish_round(ready, slowest, joined)

@@ -12,9 +12,8 @@ from itertools import product
 
 import numpy as np
 
-from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.describe import Batch
-from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Plan, StageMicroBatch
 from seqloom.planners.loops import NEVER
 from seqloom.planners.packing import least_loaded
@@ -26,7 +25,6 @@ from seqloom.planners.problem import (
 from seqloom.planners.recompute import checkpoint_capacities, fastest_checkpoint
 from seqloom.planners.remap import with_remapping
 from seqloom.planners.zones.fill import (
-    SINGLE_RANK,
     FillTarget,
     RankLoads,
     SingleRankPrices,
@@ -84,11 +82,6 @@ def plan_zones(
     ``evaluations`` are fillings of each round; None chooses by size. ``only`` is the one policy to plan for; None tries
     all that can still win.
     """
-    if cost.tensor > 1:
-        raise SeqloomError(
-            f"planner zones keeps short sequences on single ranks, tensor degree {cost.tensor} on none; "
-            "use planner flex, static or pipeline"
-        )
     array = Batch.of(lengths).lengths
     policies = [policy for policy in cost.policies if only in (None, policy)]
     longest = int(cost.padded_lengths(array.max(keepdims=True))[0])
@@ -133,7 +126,7 @@ def split_lpt(prices: ZonePrices, rounds: int) -> list[list[int]]:
     A document that no round has room for goes to the one with most room; what its ranks cannot hold is left over there.
     The documents of a round come by falling time.
     """
-    order, capacity = prices.order, prices.capacity * prices.cost.ranks
+    order, capacity = prices.order, prices.capacity * prices.ranks
     chosen = least_loaded(prices.tokens[order], prices.whole_ns[order], rounds, capacity, overflow=True)
     return [order[chosen == r].tolist() for r in range(rounds)]
 
@@ -159,7 +152,7 @@ def fill_rounds(prices: ZonePrices, split: list[list[int]], fillings: int) -> Fi
 
     ``split`` has the documents of every round, each by falling time; ``fillings`` are tried for each.
     """
-    ready = np.zeros(prices.cost.ranks // prices.cost.shard_group_size, np.int64)
+    ready = np.zeros(prices.ranks // prices.shard_group_size, np.int64)
     rounds: list[RankLoads] = []
     waiting = list(split)
     while waiting:
@@ -222,7 +215,7 @@ class FillSearch:
 
     def __init__(self, prices: ZonePrices, documents: Sequence[int], ready: np.ndarray) -> None:
         self.prices, self.documents, self.ready = prices, documents, ready
-        self.begin = np.repeat(ready - ready.min(), prices.cost.shard_group_size)
+        self.begin = np.repeat(ready - ready.min(), prices.shard_group_size)
         self.level = (int(prices.whole_ns[documents].sum()) + int(self.begin.sum())) // len(self.begin) + 1
         """ns at which all ranks would end together."""
         columns = [prices.column[k] for k in documents if k in prices.column]
@@ -294,7 +287,7 @@ def plan_of(prices: ZonePrices, rounds: Sequence[RankLoads], lengths: np.ndarray
     cost, reduce = prices.cost, prices.policy.reduce
     capacities, sizes, built = checkpoint_capacities(cost, reduce), lengths.tolist(), []
     for loads in rounds:
-        checkpoint = fastest_checkpoint(capacities, prices.capacity - min(loads.tokens_left))
+        checkpoint = fastest_checkpoint(capacities, (prices.capacity - min(loads.tokens_left)) // cost.tensor)
         assert checkpoint is not None
         built.append(StageMicroBatch(_groups(prices, loads, sizes), checkpoint))
     return build_plan(cost, sizes, built, reduce, "zones")
@@ -302,12 +295,16 @@ def plan_of(prices: ZonePrices, rounds: Sequence[RankLoads], lengths: np.ndarray
 
 def _groups(prices: ZonePrices, loads: RankLoads, lengths: Sequence[int]) -> tuple[Group, ...]:
     """The groups of a round, slow links first: those that cross nodes, then the wider ones, then single ranks."""
-    cost, node = prices.cost, prices.cost.node_size
+    cost, node, tensor = prices.cost, prices.node_size, prices.cost.tensor
     cuts = sorted(
         loads.cut.items(),
         key=lambda item: (item[0][0][0] // node == item[0][0][-1] // node, -len(item[0][0]), item[0]),
     )
-    groups = [whole_documents(cost, prices.shapes[s], ranks, members, lengths) for (ranks, s), members in cuts]
-    single = [(rank, members) for rank, members in enumerate(loads.whole) if members]
-    groups += [whole_documents(cost, SINGLE_RANK, (rank,), members, lengths) for rank, members in single]
+    single = [((rank,), members) for rank, members in enumerate(loads.whole) if members]
+    shaped = [(prices.shapes[s], ranks, members) for (ranks, s), members in cuts]
+    groups = []
+    for shape, chosen, members in [*shaped, *((GroupShape(1, 1), *each) for each in single)]:
+        ranks = tuple(rank * tensor + k for rank in chosen for k in range(tensor))
+        shape = shape._replace(ulysses=shape.ulysses * tensor)
+        groups.append(whole_documents(cost, shape, ranks, members, lengths))
     return tuple(groups)
