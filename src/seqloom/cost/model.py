@@ -20,6 +20,7 @@ from seqloom.cost.engines import DEVICE_SHARE, AdditiveEngine, AnalyticEngine, C
 from seqloom.cost.memory import GIB
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.shapes import (
+    BY_SPEED,
     COST_COLUMNS,
     PROBE_CAPACITY,
     PROBE_LENGTHS,
@@ -31,6 +32,7 @@ from seqloom.cost.shapes import (
     ordered,
     useful_shapes,
 )
+from seqloom.cost.speeds import RankSpeeds
 from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
@@ -80,6 +82,7 @@ class CostModel:
         host_gib: host memory of a device that plans may use; None: its share of what the cluster says of a node, if it
             says that.
         counts_offload: whether capacities count on activations in host memory; see `with_offload`.
+        speeds: relative speed of every rank, beside what the cluster says of it; None: all alike. See `speeds`.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class CostModel:
         host_gib: float | None = None,
         counts_offload: bool = False,
         expert: int = 1,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         """Choose the engine of the profile's kind, and drop memory policies that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
@@ -124,7 +128,8 @@ class CostModel:
         _require_float8(self)
         self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._options: dict[str, Any] = {"float8": float8, "offload": offload, "offload_optimiser": offload_optimiser}
-        self._options |= {"host_gib": host_gib, "counts_offload": counts_offload}
+        self._options |= {"host_gib": host_gib, "counts_offload": counts_offload, "speeds": speeds}
+        self.speeds = RankSpeeds.of(self.ranks, cluster.speeds, speeds)
         self.offload, self.offload_optimiser, self.counts_offload = offload, offload_optimiser, counts_offload
         self.host_bytes = self._host_bytes(host_gib)
         self._submeshes: dict[tuple[int, int, int], CostModel] = {(self.ranks, tensor, expert): self}
@@ -221,6 +226,11 @@ class CostModel:
             if ranks % tensor:
                 sizes = [size for size in whole.family.sizes if ranks % size == 0]
                 raise _no_tensor_groups(whole, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
+            if self.speeds and ranks != whole.ranks:
+                raise SeqloomError(
+                    f"pipelines side by side on ranks of unequal speed ({whole.cluster.name}): they may change places, "
+                    "which takes equal ranks; use one pipeline over all ranks, planner flex, zones or static"
+                )
             part = whole.cluster.subcluster(ranks)
             own: dict[str, Any] = {"tensor": tensor, "expert": expert, "cluster_cost": whole, **self._options}
             whole._submeshes[key] = CostModel(part, self.model, *self._settings, **own)
@@ -233,6 +243,15 @@ class CostModel:
         options: dict[str, Any] = {**degrees, **whole._options}
         settings = (profile, sharding or whole.sharding, *whole._settings[2:])
         return CostModel(whole.cluster, whole.model, *settings, **options)
+
+    def with_speeds(self, speeds: Sequence[float] | None) -> CostModel:
+        """The whole cluster with these speeds of its ranks, beside what the cluster says of them, all else equal."""
+        whole = self.cluster_cost
+        if RankSpeeds.of(whole.ranks, whole.cluster.speeds, speeds) == whole.speeds:
+            return whole
+        degrees = {"tensor": whole.tensor, "expert": whole.expert}
+        options: dict[str, Any] = {**degrees, **whole._options, "speeds": speeds}
+        return CostModel(whole.cluster, whole.model, *whole._settings, **options)
 
     def with_offload(self) -> CostModel:
         """The same with capacities that count on activations in host memory. Built once.
@@ -374,14 +393,23 @@ class CostModel:
         return -(-exact // self.pad_multiple) * self.pad_multiple
 
     def tables(
-        self, lengths: Sequence[int] | np.ndarray, policy: MemoryPolicy, shapes: Sequence[GroupShape] | None = None
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        policy: MemoryPolicy,
+        shapes: Sequence[GroupShape] | None = None,
+        slowness: float = 1.0,
     ) -> CostTables:
-        """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks."""
+        """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks.
+
+        The ranks of the groups compute `slowness` times as long as by the profile.
+        """
         policy, shapes = self.priced_policy(policy), self.shapes if shapes is None else tuple(shapes)
         tokens = self.padded_lengths(np.asarray(lengths))
         places = [(shape, self.aligned_traffic(shape)) for shape in shapes]
         cost = np.zeros((len(STREAMS), len(places), len(tokens)), dtype=np.int64)
-        for name, values in self.document_ns(tokens, places, policy).items():
+        for name, values in self.document_ns(tokens, places, policy, slowness).items():
+            if name == "routed" and slowness != 1:  # in a round, experts are as fast as the rank that has them
+                values = np.rint(values * slowness).astype(np.int64)
             for stream, parts in enumerate(STREAMS):
                 if name in parts:
                     cost[stream] += values
@@ -397,9 +425,9 @@ class CostModel:
         )
 
     def document_ns(
-        self, tokens: np.ndarray, places: Sequence[PricedShape], policy: MemoryPolicy
+        self, tokens: np.ndarray, places: Sequence[PricedShape], policy: MemoryPolicy, slowness: float = 1.0
     ) -> dict[str, np.ndarray]:
-        """int64[S, n] by part: ns that each document adds to a group of each shape.
+        """int64[S, n] by part: ns that each document adds to a group of each shape, whose ranks are so slow.
 
         Plain elementwise float64 operations only, each rounded on its own, so that the integers are the same on every
         machine and whether documents are priced together or one by one.
@@ -407,12 +435,13 @@ class CostModel:
         lengths, rates = tokens.astype(np.float64), [self._group_prices(place, policy)[1] for place in places]
         parts = {}
         for name in rates[0]:
-            column = np.array([rate[name] for rate in rates])[:, None]
+            column = np.array([rate[name] for rate in rates])[:, None] * (slowness if name in BY_SPEED else 1.0)
             parts[name] = np.rint(column * lengths).astype(np.int64)
         for row, (shape, traffic) in enumerate(places):
             for name, each in self.engine.document_ns(shape, policy, traffic).items():
-                parts[name][row] += np.where(tokens > 0, round(each), 0)
-        attention = self.engine.attention_ns(lengths, [shape for shape, _ in places], policy)
+                scaled = each * (slowness if name in BY_SPEED else 1.0)
+                parts[name][row] += np.where(tokens > 0, round(scaled), 0)
+        attention = self.engine.attention_ns(lengths, [shape for shape, _ in places], policy) * slowness
         return parts | {"attention": np.rint(attention).astype(np.int64)}
 
     def group_cost(self, group: Group, policy: MemoryPolicy) -> CostBreakdown:
@@ -422,17 +451,19 @@ class CostModel:
     def group_costs(self, groups: Sequence[Group], policy: MemoryPolicy) -> np.ndarray:
         """int64[groups, len(COST_COLUMNS)] ns: `group_cost` of many groups, priced together."""
         policy = self.priced_policy(policy)
-        same_place: dict[PricedShape, list[int]] = {}
+        same_place: dict[tuple[PricedShape, float], list[int]] = {}
         for i, group in enumerate(groups):
-            same_place.setdefault(self.shape_and_traffic(group), []).append(i)
+            same_place.setdefault((self.shape_and_traffic(group), self.speeds.of_group(group.ranks)), []).append(i)
         table = np.zeros((len(groups), len(COST_COLUMNS)), dtype=np.int64)
-        for place, members in same_place.items():
+        for (place, slowness), members in same_place.items():
             table[members] = self._group_prices(place, policy)[0]
-            for name, values in self._span_ns([groups[i] for i in members], place, policy).items():
+            for name, values in self._span_ns([groups[i] for i in members], place, policy, slowness).items():
                 table[members, COST_COLUMNS.index(name)] += values
         return table
 
-    def _span_ns(self, groups: Sequence[Group], place: PricedShape, policy: MemoryPolicy) -> dict[str, np.ndarray]:
+    def _span_ns(
+        self, groups: Sequence[Group], place: PricedShape, policy: MemoryPolicy, slowness: float
+    ) -> dict[str, np.ndarray]:
         """int64[G] by part: ns that the spans of each of these groups of one shape and traffic add up to.
 
         A piece ``[a, b)`` adds what ``[0, b)`` costs beyond ``[0, a)``, so pieces add up to their document, and what
@@ -446,7 +477,7 @@ class CostModel:
         start, stop = inverse.reshape(-1, 2).T
         owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
         sums = {}
-        for name, values in self.document_ns(tokens, [place], policy).items():
+        for name, values in self.document_ns(tokens, [place], policy, slowness).items():
             sums[name] = np.zeros(len(groups), dtype=np.int64)
             np.add.at(sums[name], owner, values[0, stop] - values[0, start])
         prefix = edges[:, 0].astype(np.float64)
@@ -457,6 +488,7 @@ class CostModel:
             for name, each in self.engine.document_ns(shape, policy, traffic).items():
                 further[name] = further.get(name, 0.0) + np.where(prefix > 0, each, 0.0)
             for name, values in further.items():
+                values = values * (slowness if name in BY_SPEED else 1.0)
                 np.add.at(sums[name], owner, np.rint(values).astype(np.int64))
         return sums
 

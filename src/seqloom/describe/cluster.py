@@ -85,6 +85,8 @@ class Cluster:
     """For each GPU of a node, the NIC that is near it: int[gpus_per_node]."""
     host_gib: float | None = None
     """Host memory of a node, GiB; None: not known."""
+    speeds: tuple[float, ...] = ()
+    """How many times as fast as its profile says each rank computes, or each node; none: all alike."""
 
     def __post_init__(self) -> None:
         if self.host_gib is not None:
@@ -106,6 +108,11 @@ class Cluster:
                 f"NIC {next(nic for nic in count() if nic not in near)} of {nics} is near no GPU of a node (nic_of_gpu "
                 f"is {list(near)}), so nothing could use it; name it there, or set nics_per_node to {nics - idle} and "
                 "number the NICs from 0"
+            )
+        if self.speeds and len(self.speeds) not in (self.nodes, self.ranks):
+            problem = (
+                f"speeds has {len(self.speeds)} entries; give one for each of the {self.nodes} nodes, or one for each "
+                f"of the {self.ranks} GPUs"
             )
         if problem:
             raise SeqloomError(f"cluster {self.name}: {problem}")

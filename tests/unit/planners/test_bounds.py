@@ -74,7 +74,7 @@ def test_every_part_of_the_bound_is_one(seed):
     lengths, cost = case(seed)
     optimum = shortest_step(lengths, cost, cost.policies[0])
     prices = [price_documents(cost.padded_lengths(lengths).astype(float), cost, policy) for policy in cost.policies]
-    options = BatchOptions.of(prices, cost.ranks, 0)
+    options = BatchOptions.of(prices, cost.ranks, cost.ranks, 0)
     longest = options.longest_ns
     parts = [throughput_bound(options, longest), timeline_bound(options, longest), lock_step_bound([options])]
     assert longest > 0 and all(longest <= part * (1 + 1e-9) and part <= optimum * (1 + 1e-9) for part in parts)
