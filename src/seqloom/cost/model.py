@@ -16,6 +16,7 @@ import numpy as np
 
 from seqloom.cost import plan_cost
 from seqloom.cost.communication import Communication, GroupTraffic, group_traffic, nic_proxies
+from seqloom.cost.compute import Compute
 from seqloom.cost.engines import DEVICE_SHARE, AdditiveEngine, AnalyticEngine, CostEngine
 from seqloom.cost.memory import GIB
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
@@ -52,6 +53,9 @@ MOST_GIB, MOST_TOKENS = 1e9, 1 << 36
 
 CHECKED_TOKENS, MOST_NS = 1 << 17, float(1 << 50)
 """Tokens of a document, and ns that it may take, 13 days: sums of thousands fit 64-bit integers."""
+
+TYPICAL_TOKENS, DEVICE_DECIMALS = 8192, 2
+"""Tokens of the document by which devices of unequal nodes are compared, and decimals of their speeds."""
 
 OFFLOADED = (Checkpoint.SELECTIVE, Checkpoint.FULL)
 """Checkpoints under which layers of plans of one stage may be offloaded."""
@@ -129,7 +133,7 @@ class CostModel:
         self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._options: dict[str, Any] = {"float8": float8, "offload": offload, "offload_optimiser": offload_optimiser}
         self._options |= {"host_gib": host_gib, "counts_offload": counts_offload, "speeds": speeds}
-        self.speeds = RankSpeeds.of(self.ranks, cluster.speeds, speeds)
+        self.speeds = RankSpeeds.of(self.ranks, self._device_speeds(), cluster.speeds, speeds)
         self.offload, self.offload_optimiser, self.counts_offload = offload, offload_optimiser, counts_offload
         self.host_bytes = self._host_bytes(host_gib)
         self._submeshes: dict[tuple[int, int, int], CostModel] = {(self.ranks, tensor, expert): self}
@@ -176,6 +180,24 @@ class CostModel:
             )  # latents and states are further choices, and replace none
         ]
         self.shapes = ordered(shape for shapes in useful for shape in shapes)
+
+    def _device_speeds(self) -> list[float] | None:
+        """Speed of every node whose device is another than the cluster's: by the profiles of both, for this model."""
+        if not self.cluster.node_devices:
+            return None
+        if isinstance(self.profile, AdditiveProfile):
+            raise SeqloomError(
+                f"cluster {self.cluster.name} has several devices, profile {self.profile.name} published constants of "
+                f"{self.profile.device}; leave the profile out"
+            )
+        times: dict[str, float] = {}
+        for device in (self.cluster.device, *self.cluster.node_devices):
+            own = replace(self.cluster, device=device, node_devices=())
+            compute = Compute.build(Profile.for_device(device.name), own, self.model, float8=False)
+            attention = compute.attention(np.array([float(TYPICAL_TOKENS)]), 1, Checkpoint.NONE)[0] / TYPICAL_TOKENS
+            times[device.name] = compute.linear(Checkpoint.NONE) + compute.head() + float(attention)
+        base = times[self.cluster.device.name]
+        return [round(base / times[device.name], DEVICE_DECIMALS) for device in self.cluster.node_devices]
 
     def _check_prices(self) -> None:
         """Refuse constants and sizes by which a step takes longer than integers of nanoseconds add up."""
