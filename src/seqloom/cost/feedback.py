@@ -23,6 +23,7 @@ import numpy as np
 from seqloom.cost.calibrate import CONSTANTS, non_negative_least_squares, scale_constants
 from seqloom.cost.model import CostModel
 from seqloom.cost.profile import AnalyticProfile, require_analytic
+from seqloom.cost.speeds import BusyTime, SpeedFeedback
 from seqloom.plan import Plan
 
 WINDOW, LEAST_STEPS, EVERY = 32, 8, 4
@@ -58,6 +59,11 @@ class Factors(NamedTuple):
         """Eight hex digits; "" for factors that change nothing."""
         return "" if self == NO_CHANGE else hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:8]
 
+    def digest_with(self, speeds: Sequence[float]) -> str:
+        """Eight hex digits of these and learned speeds of ranks; without such speeds, `digest`."""
+        both = repr((tuple(self), tuple(speeds)))
+        return hashlib.sha256(both.encode()).hexdigest()[:8] if speeds else self.digest
+
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:.3g}" for name, value in self._asdict().items())
 
@@ -84,20 +90,25 @@ FACTOR_OF = {constant: _factor_of(constant) for constant in CONSTANTS}
 class FactorCosts:
     """A cost model under factors, and the derivatives of its times by each of them."""
 
-    def __init__(self, profiled: CostModel, factors: Factors = NO_CHANGE) -> None:
-        """Scale the profile of a cost model, which `can_refit` unless factors change nothing."""
-        self.profiled, self.factors = profiled, factors
-        self.cost = profiled if factors == NO_CHANGE else _scaled(profiled, factors)
+    def __init__(self, profiled: CostModel, factors: Factors = NO_CHANGE, speeds: Sequence[float] = ()) -> None:
+        """Scale the profile of a cost model, which `can_refit` unless factors change nothing.
 
-    def with_factors(self, factors: Factors) -> FactorCosts:
-        """Return these if they have the factors already, else others."""
-        return self if factors == self.factors else FactorCosts(self.profiled, factors)
+        `speeds` of ranks are those that a run has learned (`speeds.SpeedFeedback`); none: all are as described.
+        """
+        self.profiled, self.factors, self.speeds = profiled, factors, tuple(speeds)
+        self._unscaled = profiled.with_speeds(self.speeds) if self.speeds else profiled
+        self.cost = self._unscaled if factors == NO_CHANGE else _scaled(self._unscaled, factors)
+
+    def with_factors(self, factors: Factors, speeds: Sequence[float] = ()) -> FactorCosts:
+        """Return these if they have the factors and speeds already, else others."""
+        same = (factors, tuple(speeds)) == (self.factors, self.speeds)
+        return self if same else FactorCosts(self.profiled, factors, speeds)
 
     @cached_property
     def _changed(self) -> dict[str, CostModel]:
         own = self.factors._asdict()
         more = {name: self.factors._replace(**{name: value * (1 + DIFFERENCE)}) for name, value in own.items()}
-        return {name: _scaled(self.profiled, factors) for name, factors in more.items()}
+        return {name: _scaled(self._unscaled, factors) for name, factors in more.items()}
 
     def derivatives(self, plan: Plan, price: Callable[[Plan, CostModel], int]) -> Factors:
         """Return ns that the plan takes more for each factor that is larger by 1; `price` predicts a step."""
@@ -167,6 +178,7 @@ class Feedback:
     Attributes:
         about: whose factors they are: profile and cluster.
         factors: in use.
+        speeds: of the ranks, learned from their busy times.
         error: median relative error of predictions of the latest steps by these factors; None: too few steps yet.
     """
 
@@ -180,15 +192,22 @@ class Feedback:
         self._seen: int = state.get("seen", 0)
         steps = (Measurement(Factors(*derivatives), *ns) for derivatives, *ns in state.get("steps", ()))
         self._steps: deque[Measurement] = deque(steps, maxlen=WINDOW)
+        self.speeds = SpeedFeedback(cost.speeds, cost.ranks, state.get("speeds"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
         steps = [[list(step.derivatives), step.rest_ns, step.measured_ns] for step in self._steps]
         own = {"factors": list(self.factors), "error": self.error, "seen": self._seen, "steps": steps}
-        return {"about": self.about, **own}
+        return {"about": self.about, **own, "speeds": self.speeds.state_dict()}
 
-    def observe(self, step: Measurement) -> str:
-        """Count a step, and refit when that is due; return what has changed, "" where nothing has."""
+    def observe(self, step: Measurement, busy: Sequence[BusyTime] = ()) -> str:
+        """Count a step, and refit when that is due; return what has changed, "" where nothing has.
+
+        `busy` are the busy times of all ranks. Steps that were predicted by other speeds do not count for factors.
+        """
+        if busy and (drift := self.speeds.observe(busy)):
+            self._steps.clear()
+            return drift
         self._steps.append(step)
         self._seen += 1
         if len(self._steps) < LEAST_STEPS or self._seen % EVERY:

@@ -16,10 +16,12 @@ import numpy as np
 
 from seqloom.cost import plan_cost
 from seqloom.cost.communication import Communication, GroupTraffic, group_traffic, nic_proxies
+from seqloom.cost.compute import Compute
 from seqloom.cost.engines import DEVICE_SHARE, AdditiveEngine, AnalyticEngine, CostEngine
 from seqloom.cost.memory import GIB
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.shapes import (
+    BY_SPEED,
     COST_COLUMNS,
     PROBE_CAPACITY,
     PROBE_LENGTHS,
@@ -31,6 +33,7 @@ from seqloom.cost.shapes import (
     ordered,
     useful_shapes,
 )
+from seqloom.cost.speeds import RankSpeeds
 from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
@@ -50,6 +53,9 @@ MOST_GIB, MOST_TOKENS = 1e9, 1 << 36
 
 CHECKED_TOKENS, MOST_NS = 1 << 17, float(1 << 50)
 """Tokens of a document, and ns that it may take, 13 days: sums of thousands fit 64-bit integers."""
+
+TYPICAL_TOKENS, DEVICE_DECIMALS = 8192, 2
+"""Tokens of the document by which devices of unequal nodes are compared, and decimals of their speeds."""
 
 OFFLOADED = (Checkpoint.SELECTIVE, Checkpoint.FULL)
 """Checkpoints under which layers of plans of one stage may be offloaded."""
@@ -80,6 +86,7 @@ class CostModel:
         host_gib: host memory of a device that plans may use; None: its share of what the cluster says of a node, if it
             says that.
         counts_offload: whether capacities count on activations in host memory; see `with_offload`.
+        speeds: relative speed of every rank, beside what the cluster says of it; None: all alike. See `speeds`.
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class CostModel:
         host_gib: float | None = None,
         counts_offload: bool = False,
         expert: int = 1,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         """Choose the engine of the profile's kind, and drop memory policies that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
@@ -124,7 +132,8 @@ class CostModel:
         _require_float8(self)
         self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._options: dict[str, Any] = {"float8": float8, "offload": offload, "offload_optimiser": offload_optimiser}
-        self._options |= {"host_gib": host_gib, "counts_offload": counts_offload}
+        self._options |= {"host_gib": host_gib, "counts_offload": counts_offload, "speeds": speeds}
+        self.speeds = RankSpeeds.of(self.ranks, self._device_speeds(), cluster.speeds, speeds)
         self.offload, self.offload_optimiser, self.counts_offload = offload, offload_optimiser, counts_offload
         self.host_bytes = self._host_bytes(host_gib)
         self._submeshes: dict[tuple[int, int, int], CostModel] = {(self.ranks, tensor, expert): self}
@@ -171,6 +180,24 @@ class CostModel:
             )  # latents and states are further choices, and replace none
         ]
         self.shapes = ordered(shape for shapes in useful for shape in shapes)
+
+    def _device_speeds(self) -> list[float] | None:
+        """Speed of every node whose device is another than the cluster's: by the profiles of both, for this model."""
+        if not self.cluster.node_devices:
+            return None
+        if isinstance(self.profile, AdditiveProfile):
+            raise SeqloomError(
+                f"cluster {self.cluster.name} has several devices, profile {self.profile.name} published constants of "
+                f"{self.profile.device}; leave the profile out"
+            )
+        times: dict[str, float] = {}
+        for device in (self.cluster.device, *self.cluster.node_devices):
+            own = replace(self.cluster, device=device, node_devices=())
+            compute = Compute.build(Profile.for_device(device.name), own, self.model, float8=False)
+            attention = compute.attention(np.array([float(TYPICAL_TOKENS)]), 1, Checkpoint.NONE)[0] / TYPICAL_TOKENS
+            times[device.name] = compute.linear(Checkpoint.NONE) + compute.head() + float(attention)
+        base = times[self.cluster.device.name]
+        return [round(base / times[device.name], DEVICE_DECIMALS) for device in self.cluster.node_devices]
 
     def _check_prices(self) -> None:
         """Refuse constants and sizes by which a step takes longer than integers of nanoseconds add up."""
@@ -226,6 +253,11 @@ class CostModel:
             if ranks % tensor:
                 sizes = [size for size in whole.family.sizes if ranks % size == 0]
                 raise _no_tensor_groups(whole, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
+            if self.speeds and ranks != whole.ranks:
+                raise SeqloomError(
+                    f"pipelines side by side on ranks of unequal speed ({whole.cluster.name}): they may change places, "
+                    "which takes equal ranks; use one pipeline over all ranks, planner flex, zones or static"
+                )
             part = whole.cluster.subcluster(ranks)
             own: dict[str, Any] = {"tensor": tensor, "expert": expert, "cluster_cost": whole, **self._options}
             whole._submeshes[key] = CostModel(part, self.model, *self._settings, **own)
@@ -238,6 +270,15 @@ class CostModel:
         options: dict[str, Any] = {**degrees, **whole._options}
         settings = (profile, sharding or whole.sharding, *whole._settings[2:])
         return CostModel(whole.cluster, whole.model, *settings, **options)
+
+    def with_speeds(self, speeds: Sequence[float] | None) -> CostModel:
+        """The whole cluster with these speeds of its ranks, beside what the cluster says of them, all else equal."""
+        whole = self.cluster_cost
+        if RankSpeeds.of(whole.ranks, whole.cluster.speeds, speeds) == whole.speeds:
+            return whole
+        degrees = {"tensor": whole.tensor, "expert": whole.expert}
+        options: dict[str, Any] = {**degrees, **whole._options, "speeds": speeds}
+        return CostModel(whole.cluster, whole.model, *whole._settings, **options)
 
     def with_offload(self) -> CostModel:
         """The same with capacities that count on activations in host memory. Built once.
@@ -379,14 +420,23 @@ class CostModel:
         return -(-exact // self.pad_multiple) * self.pad_multiple
 
     def tables(
-        self, lengths: Sequence[int] | np.ndarray, policy: MemoryPolicy, shapes: Sequence[GroupShape] | None = None
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        policy: MemoryPolicy,
+        shapes: Sequence[GroupShape] | None = None,
+        slowness: float = 1.0,
     ) -> CostTables:
-        """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks."""
+        """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks.
+
+        The ranks of the groups compute `slowness` times as long as by the profile.
+        """
         policy, shapes = self.priced_policy(policy), self.shapes if shapes is None else tuple(shapes)
         tokens = self.padded_lengths(np.asarray(lengths))
         places = [(shape, self.aligned_traffic(shape)) for shape in shapes]
         cost = np.zeros((len(STREAMS), len(places), len(tokens)), dtype=np.int64)
-        for name, values in self.document_ns(tokens, places, policy).items():
+        for name, values in self.document_ns(tokens, places, policy, slowness).items():
+            if name == "routed" and slowness != 1:  # in a round, experts are as fast as the rank that has them
+                values = np.rint(values * slowness).astype(np.int64)
             for stream, parts in enumerate(STREAMS):
                 if name in parts:
                     cost[stream] += values
@@ -402,9 +452,9 @@ class CostModel:
         )
 
     def document_ns(
-        self, tokens: np.ndarray, places: Sequence[PricedShape], policy: MemoryPolicy
+        self, tokens: np.ndarray, places: Sequence[PricedShape], policy: MemoryPolicy, slowness: float = 1.0
     ) -> dict[str, np.ndarray]:
-        """int64[S, n] by part: ns that each document adds to a group of each shape.
+        """int64[S, n] by part: ns that each document adds to a group of each shape, whose ranks are so slow.
 
         Plain elementwise float64 operations only, each rounded on its own, so that the integers are the same on every
         machine and whether documents are priced together or one by one.
@@ -412,12 +462,13 @@ class CostModel:
         lengths, rates = tokens.astype(np.float64), [self._group_prices(place, policy)[1] for place in places]
         parts = {}
         for name in rates[0]:
-            column = np.array([rate[name] for rate in rates])[:, None]
+            column = np.array([rate[name] for rate in rates])[:, None] * (slowness if name in BY_SPEED else 1.0)
             parts[name] = np.rint(column * lengths).astype(np.int64)
         for row, (shape, traffic) in enumerate(places):
             for name, each in self.engine.document_ns(shape, policy, traffic).items():
-                parts[name][row] += np.where(tokens > 0, round(each), 0)
-        attention = self.engine.attention_ns(lengths, [shape for shape, _ in places], policy)
+                scaled = each * (slowness if name in BY_SPEED else 1.0)
+                parts[name][row] += np.where(tokens > 0, round(scaled), 0)
+        attention = self.engine.attention_ns(lengths, [shape for shape, _ in places], policy) * slowness
         return parts | {"attention": np.rint(attention).astype(np.int64)}
 
     def group_cost(self, group: Group, policy: MemoryPolicy) -> CostBreakdown:
@@ -427,17 +478,19 @@ class CostModel:
     def group_costs(self, groups: Sequence[Group], policy: MemoryPolicy) -> np.ndarray:
         """int64[groups, len(COST_COLUMNS)] ns: `group_cost` of many groups, priced together."""
         policy = self.priced_policy(policy)
-        same_place: dict[PricedShape, list[int]] = {}
+        same_place: dict[tuple[PricedShape, float], list[int]] = {}
         for i, group in enumerate(groups):
-            same_place.setdefault(self.shape_and_traffic(group), []).append(i)
+            same_place.setdefault((self.shape_and_traffic(group), self.speeds.of_group(group.ranks)), []).append(i)
         table = np.zeros((len(groups), len(COST_COLUMNS)), dtype=np.int64)
-        for place, members in same_place.items():
+        for (place, slowness), members in same_place.items():
             table[members] = self._group_prices(place, policy)[0]
-            for name, values in self._span_ns([groups[i] for i in members], place, policy).items():
+            for name, values in self._span_ns([groups[i] for i in members], place, policy, slowness).items():
                 table[members, COST_COLUMNS.index(name)] += values
         return table
 
-    def _span_ns(self, groups: Sequence[Group], place: PricedShape, policy: MemoryPolicy) -> dict[str, np.ndarray]:
+    def _span_ns(
+        self, groups: Sequence[Group], place: PricedShape, policy: MemoryPolicy, slowness: float
+    ) -> dict[str, np.ndarray]:
         """int64[G] by part: ns that the spans of each of these groups of one shape and traffic add up to.
 
         A piece ``[a, b)`` adds what ``[0, b)`` costs beyond ``[0, a)``, so pieces add up to their document, and what
@@ -451,7 +504,7 @@ class CostModel:
         start, stop = inverse.reshape(-1, 2).T
         owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
         sums = {}
-        for name, values in self.document_ns(tokens, [place], policy).items():
+        for name, values in self.document_ns(tokens, [place], policy, slowness).items():
             sums[name] = np.zeros(len(groups), dtype=np.int64)
             np.add.at(sums[name], owner, values[0, stop] - values[0, start])
         prefix = edges[:, 0].astype(np.float64)
@@ -462,6 +515,7 @@ class CostModel:
             for name, each in self.engine.document_ns(shape, policy, traffic).items():
                 further[name] = further.get(name, 0.0) + np.where(prefix > 0, each, 0.0)
             for name, values in further.items():
+                values = values * (slowness if name in BY_SPEED else 1.0)
                 np.add.at(sums[name], owner, np.rint(values).astype(np.int64))
         return sums
 

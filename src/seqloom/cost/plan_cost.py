@@ -28,7 +28,7 @@ import numpy as np
 from seqloom.cost.communication import nic_load, nodes_and_nics, remap_times
 from seqloom.cost.forward_backward import extend_for_offload, forward_and_weight_cuts, forward_shares
 from seqloom.cost.resharding import exposed_reshard_ns, unshard_ns, unshard_times_by_stage
-from seqloom.cost.shapes import COST_COLUMNS, STREAMS, MemoryPolicy, columns
+from seqloom.cost.shapes import BY_SPEED, COST_COLUMNS, STREAMS, MemoryPolicy, columns
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, LayerRange
 
@@ -117,6 +117,9 @@ def round_times(
         nics, links = (taken * (layers.stop - layers.first) // layers.model_layers for taken in (nics, links))
     parts = rank_costs(table, rank, group, cost.ranks) + by_layout
     parts = expert_costs(cost, parts, policy, layers, work.lighter_layers)
+    if cost.speeds:
+        routed = columns(("routed",))
+        parts[:, routed] = np.rint(parts[:, routed] * cost.speeds.slowness[:, None]).astype(np.int64)
     if cost.expert > 1:  # those of a rank, for its first member
         table = table.copy()
         table[:, columns(BY_EP_GROUP)] = 0
@@ -263,7 +266,8 @@ def _linear_layout_costs(
     held = np.stack([np.bincount(layout.rank, layout.sizes, cost.ranks) for layout in (linear, attention)])
     parts = np.zeros((cost.ranks, len(COST_COLUMNS)), dtype=np.int64)
     for name, rates in cost.engine.layout_token_ns(policy, work.remap).items():
-        parts[:, COST_COLUMNS.index(name)] = np.rint(np.array(rates) @ held).astype(np.int64)
+        slowness = cost.speeds.slowness if cost.speeds and name in BY_SPEED else 1.0
+        parts[:, COST_COLUMNS.index(name)] = np.rint(np.array(rates) @ held * slowness).astype(np.int64)
     remap, nics, links = remap_times(work, attention, linear, cost.links)
     parts[:, COST_COLUMNS.index("remap")] = np.where(held.any(axis=0), remap, 0)
     return parts, nics, links

@@ -127,6 +127,9 @@ class CostBreakdown(NamedTuple):
         return max(self.stream_ns)
 
 
+BY_SPEED = ("linear", "head", "attention")
+"""Parts that take less on a faster rank (`speeds`), the slowest of a group; so do ``routed`` experts, by the rank that
+has them."""
 COST_COLUMNS = CostBreakdown._fields
 """Columns of a table of costs: row by row a `CostBreakdown`."""
 

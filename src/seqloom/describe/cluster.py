@@ -1,10 +1,12 @@
-"""Clusters: devices, nodes, NICs and links, by spelling (``8x8xH100``), preset or file."""
+"""Clusters: devices, nodes, NICs and links, by spelling (``8x8xH100``, ``4x8xH200+4x8xH100``), preset or file."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, groupby
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +67,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal nodes of equal GPUs. Ranks are numbered node by node.
+    """Nodes of equally many GPUs. Ranks are numbered node by node.
 
-    ``8x8xH100`` is 8 nodes of 8 H100, with the links and NICs usual for that device.
+    ``8x8xH100`` is 8 nodes of 8 H100, with the links and NICs usual for that device. ``4x8xH200+4x8xH100`` has nodes of
+    different devices, with the slowest links and the fewest NICs of them.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -76,6 +79,7 @@ class Cluster:
     nodes: int
     gpus_per_node: int
     device: Device
+    """Of all nodes; where they differ, that with the least memory, which plans count on everywhere."""
     intra: Link
     """Inside a node, per GPU."""
     nic: Link
@@ -85,6 +89,10 @@ class Cluster:
     """For each GPU of a node, the NIC that is near it: int[gpus_per_node]."""
     host_gib: float | None = None
     """Host memory of a node, GiB; None: not known."""
+    speeds: tuple[float, ...] = ()
+    """How many times as fast as its profile says each rank computes, or each node; none: all alike."""
+    node_devices: tuple[Device, ...] = ()
+    """Device of every node, where they differ."""
 
     def __post_init__(self) -> None:
         if self.host_gib is not None:
@@ -107,6 +115,13 @@ class Cluster:
                 f"is {list(near)}), so nothing could use it; name it there, or set nics_per_node to {nics - idle} and "
                 "number the NICs from 0"
             )
+        if self.node_devices and len(self.node_devices) != self.nodes:
+            problem = f"node_devices has {len(self.node_devices)} entries; give one for each of the {self.nodes} nodes"
+        if self.speeds and len(self.speeds) not in (self.nodes, self.ranks):
+            problem = (
+                f"speeds has {len(self.speeds)} entries; give one for each of the {self.nodes} nodes, or one for each "
+                f"of the {self.ranks} GPUs"
+            )
         if problem:
             raise SeqloomError(f"cluster {self.name}: {problem}")
 
@@ -121,9 +136,11 @@ class Cluster:
             except SeqloomError as error:
                 raise SeqloomError(f"{path}: {error}") from None
             return build(cls, content, str(path))
+        if "+" in text:
+            return _joined([cls.parse(part) for part in text.split("+")])
         match = _SPELLING.fullmatch(text.strip())
         if match is None:
-            spelled = "spell it as nodes x GPUs x device, 8x8xH100, or give a .json or .toml file"
+            spelled = "spell it as nodes x GPUs x device, 8x8xH100 or 4x8xH200+4x8xH100, or give a .json or .toml file"
             return CLUSTERS.lookup(text, alternative=spelled)
         return cls.of(int(match[1] or 1), int(match[2]), match[3])
 
@@ -137,8 +154,9 @@ class Cluster:
     @property
     def spelling(self) -> str:
         """``nodes x GPUs x device``; :meth:`parse` reads it back as this cluster with the usual links."""
-        inside = f"{self.gpus_per_node}x{self.device.name}"
-        return inside if self.nodes == 1 else f"{self.nodes}x{inside}"
+        devices = self.node_devices or (self.device,) * self.nodes
+        runs = [(name, len(list(same))) for name, same in groupby(device.name for device in devices)]
+        return "+".join(("" if n == 1 else f"{n}x") + f"{self.gpus_per_node}x{name}" for name, n in runs)
 
     @property
     def ranks(self) -> int:
@@ -152,7 +170,10 @@ class Cluster:
         return self.nic_of_gpu[rank % self.gpus_per_node]
 
     def subcluster(self, ranks: int) -> Cluster:
-        """So many neighbouring ranks: inside a node, or some whole nodes. SeqloomError for any other number."""
+        """So many neighbouring ranks: inside a node, or some whole nodes. SeqloomError for any other number.
+
+        Of nodes that differ they are as if all had `device`.
+        """
         size = self.gpus_per_node
         if ranks == self.ranks:
             return self
@@ -172,6 +193,8 @@ class Cluster:
             gpus_per_node=gpus,
             nics_per_node=len(nics),
             nic_of_gpu=tuple(nics[nic] for nic in self.nic_of_gpu[:gpus]),
+            speeds=(),
+            node_devices=(),
             host_gib=None if self.host_gib is None else self.host_gib * gpus / size,
         )
 
@@ -197,6 +220,7 @@ def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
     A description in this short form, in a file or among the presets, needs ``nodes``, ``gpus_per_node`` and
     ``device``.
     """
+    content = _with_node_devices(content)
     device, gpus = content.get("device"), content.get("gpus_per_node")
     if not isinstance(gpus, int):
         return content  # the type check that follows says so
@@ -211,6 +235,37 @@ def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
     if "nic_of_gpu" not in content and isinstance(nics, int):
         content = content | {"nic_of_gpu": tuple(gpu * nics // gpus for gpu in range(gpus))}
     return content
+
+
+def _with_node_devices(content: dict[str, Any]) -> dict[str, Any]:
+    """Look up devices of nodes that are names; the one with the least memory is the cluster's, with slowest links."""
+    names = content.get("node_devices")
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        return content
+    presets = [DEVICES.lookup(name) for name in names]
+    least = min((preset.device for preset in presets), key=lambda device: (device.memory_gib, device.peak_tflops))
+    intra, nic = (min((getattr(p, link) for p in presets), key=lambda each: each.gb_s) for link in ("intra", "nic"))
+    shared, gpus = max(preset.gpus_per_nic for preset in presets), content.get("gpus_per_node")
+    nics = {"nics_per_node": -(-gpus // shared)} if isinstance(gpus, int) else {}
+    usual = {"nodes": len(names), "device": least, "intra": intra, "nic": nic}
+    return usual | nics | content | {"node_devices": tuple(preset.device for preset in presets)}
+
+
+def _joined(parts: Sequence[Cluster]) -> Cluster:
+    """One cluster of the nodes of several."""
+    sizes = [part.gpus_per_node for part in parts]
+    if len(set(sizes)) > 1:
+        common = gcd(*sizes)
+        split = "+".join(f"{part.ranks // common}x{common}x{part.device.name}" for part in parts)
+        raise SeqloomError(
+            f"nodes of {' and '.join(map(str, dict.fromkeys(sizes)))} GPUs; plans need nodes of equally many: cut them "
+            f"into nodes of {common}, {split}"
+        )
+    devices = [device for part in parts for device in part.node_devices or (part.device,) * part.nodes]
+    if len(set(devices)) == 1:
+        return Cluster.of(len(devices), sizes[0], devices[0].name)
+    built = _built("", {"gpus_per_node": sizes[0], "node_devices": [device.name for device in devices]})
+    return replace(built, name=built.spelling)
 
 
 def _check_size(nodes: int, gpus_per_node: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -99,11 +99,13 @@ class Context:
             None: nothing is kept. Set on a copy of the context, for one layer.
         offload: takes what layers save to host memory (`models.offload.Offload`); None: it stays. Set on a copy of the
             context, for the forward of a microbatch.
+        busy: measures the loss of the tokens (`engine.executor.BusyTimer`); None: nobody does. Set on a copy too.
     """
 
     __slots__ = (
         "_cache",
         "attention_redistribute",
+        "busy",
         "documents",
         "dropout_seed",
         "ep_group",
@@ -165,6 +167,7 @@ class Context:
         self.mlp_redistribute = None if redistribute is None or remaps_attention else redistribute.reversed()
         self.saved_attention: object | None = None
         self.offload: object | None = None
+        self.busy: Any = None
         self._cache: dict[Hashable, object] = {}
 
     @property

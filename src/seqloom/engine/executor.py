@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ Rows = Callable[[Context], tuple[torch.Tensor, torch.Tensor]]
 W = ActionKind.W
 UNSHARD, REDUCE, RESHARD = ActionKind.UNSHARD, ActionKind.REDUCE, ActionKind.RESHARD
 EVALUATION_KINDS = (UNSHARD, F, SEND_F, RECV_F, RESHARD)
-MESSAGES, ROWS = "messages", "rows"
+MESSAGES, ROWS, BUSY = "messages", "rows", "busy"
 
 
 class TimeSlice(NamedTuple):
@@ -73,6 +74,7 @@ class StepResult:
         messages_s: seconds of starting messages to other stages and waiting for theirs.
         rows_s: seconds for ids and labels.
         slices: when this rank did what, in order; the parts above are their sums.
+        busy_s, busy_tokens: seconds in which this rank computed losses, of so many tokens, which waits for nobody.
         expert_tokens: int64[layers with experts, experts] tokens of the step that each expert got, on the CPU; None:
             the model has no experts that are counted.
     """
@@ -89,6 +91,8 @@ class StepResult:
     rows_s: float = 0.0
     slices: tuple[TimeSlice, ...] = ()
     expert_tokens: torch.Tensor | None = None
+    busy_s: float = 0.0
+    busy_tokens: int = 0
 
 
 def run_step(
@@ -195,6 +199,7 @@ class _Run:
         self._states: dict[tuple[int, int | None], MicrobatchState] = {}
         self._totals = torch.zeros(2, dtype=torch.float64, device=rank_plan.device)  # sum of losses, valid labels
         self._host_copies = HostCopies(rank_plan.device)
+        self._busy = BusyTimer(Timer(rank_plan.device))
         if rank_plan.kv_cache is not None:
             rank_plan.kv_cache.clear()  # an earlier step may have failed
             rank_plan.kv_cache.backward = training
@@ -236,6 +241,8 @@ class _Run:
             rows_s=seconds[ROWS],
             slices=self._timer.slices(),
             expert_tokens=numbers[3:].long().view(experts.shape) if experts.numel() else None,
+            busy_s=self._busy.seconds(),
+            busy_tokens=self._busy.tokens,
         )
 
     @property
@@ -307,6 +314,7 @@ class _Run:
             self._host_copies.release()
         elif not recompute:
             context = offload.context(context)
+        context = self._busy.context(context)
         with self._timer.measure(F.value, action):
             state = MicrobatchState(
                 lambda x: parameters.forward(layers, x, labels, context), inputs, recompute=recompute, offload=offload
@@ -462,6 +470,31 @@ class Timer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class BusyTimer:
+    """Seconds in which a rank computes losses, and of how many tokens: work in which it waits for no other rank."""
+
+    def __init__(self, timer: Timer) -> None:
+        self._timer, self.tokens = timer, 0
+
+    def context(self, context: Context) -> Context:
+        """Return a copy of a context by which the loss of its tokens is measured."""
+        measured = copy(context)
+        measured.busy = self
+        return measured
+
+    @contextmanager
+    def measure(self, tokens: int) -> Iterator[None]:
+        """Add the time of the block, for so many tokens."""
+        with self._timer.measure(BUSY):
+            yield
+        self.tokens += tokens
+
+    def seconds(self) -> float:
+        """Return the seconds so far; on a GPU, after the stream has come here."""
+        self._timer.stop()
+        return self._timer.seconds()[BUSY]
 
 
 def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

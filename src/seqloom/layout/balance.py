@@ -18,35 +18,36 @@ from seqloom.layout.layout import Column, Layout, deal_intervals
 
 def balanced_token_counts(
     work_ns: Sequence[int] | np.ndarray,
-    token_ns: int,
+    token_ns: int | np.ndarray,
     tokens: Sequence[int] | np.ndarray,
     shard_groups: Sequence[Sequence[int]] | None = None,
 ) -> Column:
     """Return how many tokens every rank shall have, int64[ranks], so that the slowest is as fast as can be.
 
-    A rank with n tokens takes `work_ns + token_ns * n`. The greatest time of a shard group's ranks that have tokens is
-    the least possible in whole tokens, and any rank would reach it with one token more. Of equal choices, ranks that
-    have more tokens now keep more.
+    A rank with n tokens takes `work_ns + token_ns * n`, with a `token_ns` of its own where ranks differ in speed. The
+    greatest time of a shard group's ranks that have tokens is the least possible in whole tokens, and any rank would
+    reach it with one token more. Of equal choices, ranks that have more tokens now keep more.
 
     Args:
         work_ns: int64[ranks], other work of every rank, in ns.
-        token_ns: time of one token, in ns, at least 1.
+        token_ns: time of one token, in ns, at least 1: of any rank, or int64[ranks].
         tokens: int64[ranks], tokens that every rank has now; those of a shard group stay in it.
         shard_groups: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
     """
-    if token_ns < 1:
-        raise PlanError(f"token_ns is {token_ns}: a token takes time; give at least 1 ns")
+    if np.min(token_ns) < 1:
+        raise PlanError(f"token_ns is {np.min(token_ns)}: a token takes time; give at least 1 ns")
     work, held = np.asarray(work_ns, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
+    each = np.broadcast_to(np.asarray(token_ns, dtype=np.int64), held.shape)
     if work.shape != held.shape:
         raise PlanError(f"work of {work.size} ranks and tokens of {held.size}; give both for every rank")
     targets = held.copy()
     for shard_group in [range(len(held))] if shard_groups is None else shard_groups:
         ranks = np.asarray(shard_group, dtype=np.int64)
-        targets[ranks] = _fill(work[ranks], token_ns, held[ranks])
+        targets[ranks] = _fill(work[ranks], each[ranks], held[ranks])
     return targets
 
 
-def _fill(work: Column, token_ns: int, held: Column) -> Column:
+def _fill(work: Column, token_ns: Column, held: Column) -> Column:
     """Fill ranks up to the lowest time level at which all tokens fit."""
     total = int(held.sum())
     if not total:
@@ -55,7 +56,7 @@ def _fill(work: Column, token_ns: int, held: Column) -> Column:
     def tokens_up_to(level: int) -> Column:  # without going over that time
         return np.maximum(level - work, 0) // token_ns
 
-    low, high = int(work.min()), int(work.min()) + total * token_ns  # too low, high enough
+    low, high = int(work.min()), int(work.min()) + total * int(token_ns.max())  # too low, high enough
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if tokens_up_to(middle).sum() >= total else (middle, high)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -274,7 +274,9 @@ class ModelWithLoss(nn.Module):
         assert labels is not None  # rows of a part that ends are read with their labels
         weight = cast("torch.Tensor", adapter.head.weight)
         bias = cast("torch.Tensor | None", getattr(adapter.head, "bias", None))
-        return summed_loss(states, weight, labels, bias=bias, **self._options, logits=adapter.logits)
+        measured = nullcontext() if context.busy is None else context.busy.measure(context.tokens)
+        with measured:
+            return summed_loss(states, weight, labels, bias=bias, **self._options, logits=adapter.logits)
 
 
 @dataclass(slots=True, eq=False)

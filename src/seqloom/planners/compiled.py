@@ -137,7 +137,9 @@ def _start(folder: Path) -> Path:
 def _call_each(compiled: Any) -> None:
     """Call every loop with the argument types of the planners, on a batch of one document."""
     one, pair = np.ones(1, np.int64), np.ones((1, 1), np.int64)
-    tables = loops.BatchTables(one, np.ones((1, 1, 1), np.int64), pair, one, one, pair, pair * 0, one, 1, 1, 1, 1)
+    tables = loops.BatchTables(
+        one, np.ones((1, 1, 1), np.int64), pair, one, one, pair, pair * 0, one, 1, 1, 1, 1, one * 0, one * 0
+    )
     rounds, ranks = loops.DecodedRounds.empty(1, 1), loops.RankAssignment.empty(1, 1)
     compiled.decode(tables, 9, loops.DecodeParams(one * 0, True, one * 0, -one, 9), rounds)
     compiled.assign_ranks(tables, rounds, 1, ranks)

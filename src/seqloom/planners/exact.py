@@ -117,7 +117,9 @@ def _exact_plan(problems: Sequence[BatchProblem], nodes: int) -> Plan:
     for k in range(n):
         model.constrain({holds[k][s]: 1.0 for s in range(len(slots))}, 1, 1)
     for s, slot in enumerate(slots):
-        tables = problems[slot.policy].tables
+        problem = problems[slot.policy]
+        slowness = problem.slowness(problem.tables.shapes[slot.shape], slot.start)
+        tables = problem.tables_at(problem.policy.checkpoint, slowness)
         terms = {holds[k][s]: float(tables.tokens[k]) for k in range(n)}
         model.constrain({**terms, opened[s]: -float(slot.degree * tables.capacity)}, -np.inf, 0)
         for stream in range(len(tables.cost)):

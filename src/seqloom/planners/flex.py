@@ -123,6 +123,8 @@ def start_searches(tables: BatchTables, bound: int) -> list[FlexSearch]:
 def virtual_shard_groups(tables: BatchTables) -> list[int]:
     """Shard group sizes to decode with: the real one, the whole cluster, and on small clusters every block between."""
     shard_group, ranks, node = tables.shard_group, tables.ranks, tables.node
+    if tables.block_class.any():
+        return [shard_group]  # a group of ranks that differ stays on the block by whose speed it was filled
     between = [
         int(degree)
         for degree in tables.degrees
@@ -161,7 +163,7 @@ def placed_rounds(
             members[group].append(document)
     placed: dict[int, list[GroupPlacement]] = {}
     for group, held in enumerate(members):
-        shape = problem.tables.shapes[rounds.group_shape[group]]
+        shape = problem.shape_of_row(int(rounds.group_shape[group]))
         placed.setdefault(int(ranks.round_of[group]), []).append(GroupPlacement(shape, int(ranks.start[group]), held))
     return [placed[index] for index in sorted(placed)]
 

@@ -49,15 +49,26 @@ def block_start(index: int, degree: int, node: int) -> int:
     return index // blocks * node + index % blocks * degree
 
 
-def lowest_free_block(degree: int, first: int, taken: np.ndarray, node: int) -> int:
-    """Index, from ``first`` on, of the lowest aligned block without a taken rank; `block_count` if there is none.
+def class_of_block(start: int, degree: int, rank_class: np.ndarray) -> int:
+    """Class of a block of ranks: that of its slowest rank."""
+    return rank_class[start : start + degree].max()
+
+
+def lowest_free_block(
+    degree: int, first: int, taken: np.ndarray, node: int, wanted: int, rank_class: np.ndarray
+) -> int:
+    """Index, from ``first`` on, of the lowest aligned block of a class without a taken rank; `block_count`: none.
+
+    ``rank_class``, int64[ranks], has the classes of the ranks of ``taken``; ``wanted`` -1 is any.
 
     Taking the lowest block leaves holes that grow with their address: whatever powers of two sum up to the ranks fit.
     """
     index, count = first, block_count(degree, taken.shape[0], node)
     while index < count:
         start = block_start(index, degree, node)
-        if taken[start : start + degree].max() == 0:
+        if taken[start : start + degree].max() == 0 and (
+            wanted < 0 or class_of_block(start, degree, rank_class) == wanted
+        ):
             break
         index += 1
     return index
@@ -71,7 +82,7 @@ def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.
     taken = np.zeros(ranks, np.int64)
     for group in range(degrees.shape[0]):
         degree = degrees[group]
-        index = lowest_free_block(degree, 0, taken, node)
+        index = lowest_free_block(degree, 0, taken, node, -1, taken)
         if index == block_count(degree, ranks, node):
             return False
         starts[group] = block_start(index, degree, node)
@@ -86,13 +97,17 @@ def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.
 
 
 class BatchTables(NamedTuple):
-    """One batch under one policy of the cost model."""
+    """One batch under one policy of the cost model.
+
+    Where ranks differ in speed, every shape has a row for each class of blocks that it may have, and ``degrees`` every
+    degree as often, the fastest class first.
+    """
 
     tokens: np.ndarray  # int64[n]: tokens a document occupies, padded
     cost: np.ndarray  # int64[L, S, n]: time that a document adds to each stream of a group of each shape
     fixed: np.ndarray  # int64[L, S]: time of a group before its first document
     shape_degree: np.ndarray  # int64[S]: ranks of a group of each shape, ascending
-    degrees: np.ndarray  # int64[D]: the distinct degrees, ascending
+    degrees: np.ndarray  # int64[D]: the degrees, ascending; distinct where all ranks are equally fast
     solo_ns: np.ndarray  # int64[D, n]: time of a group with this document only, in its best shape; NEVER: too long
     solo_shape: np.ndarray  # int64[D, n]: that best shape
     value: np.ndarray  # int64[n] rank-ns: a document's cheapest work plus its share of a round's fixed cost
@@ -100,6 +115,8 @@ class BatchTables(NamedTuple):
     ranks: int  # Ranks of the cluster
     shard_group: int  # Ranks that run every round together
     node: int  # Ranks of a node: aligned blocks smaller than it do not cross it
+    block_class: np.ndarray  # int64[D]: class of the blocks of each degree, by their slowest rank; 0: the fastest
+    rank_class: np.ndarray  # int64[ranks]: class of each rank
 
 
 class OpenGroups(NamedTuple):
@@ -189,7 +206,14 @@ def fullest_group(
 
 
 def smallest_new_group(
-    t: BatchTables, k: int, limit: int, least_degree: int, free: int, taken: np.ndarray, cursor: np.ndarray
+    t: BatchTables,
+    k: int,
+    limit: int,
+    least_degree: int,
+    free: int,
+    taken: np.ndarray,
+    cursor: np.ndarray,
+    rank_class: np.ndarray,
 ) -> tuple[int, int]:
     """(index of the degree, first rank) of the smallest group, from ``least_degree`` up, that ``k`` may open.
 
@@ -200,7 +224,7 @@ def smallest_new_group(
         if degree > free:
             break
         if t.solo_ns[d, k] <= limit:
-            cursor[d] = lowest_free_block(degree, cursor[d], taken, t.node)
+            cursor[d] = lowest_free_block(degree, cursor[d], taken, t.node, t.block_class[d], rank_class)
             if cursor[d] < block_count(degree, taken.shape[0], t.node):
                 return d, block_start(cursor[d], degree, t.node)
     return -1, -1
@@ -215,6 +239,7 @@ def fill_round(
     descending: bool,
     joined: np.ndarray,
     groups: OpenGroups,
+    rank_class: np.ndarray,
 ) -> tuple[int, int, int]:
     """Fill one round up to ``limit`` ns with documents from ``waiting``: the innermost loop of planner flex.
 
@@ -229,6 +254,7 @@ def fill_round(
         descending: whether that order is by falling length: then runs of documents that cannot fit are skipped.
         joined: int64[w], receives the group of each document that is placed; other entries stay as they are.
         groups: receives the groups of the round.
+        rank_class: int64[ranks of the round], see `BatchTables`.
 
     Returns:
         groups opened, time of the round (ns), total value placed.
@@ -241,7 +267,7 @@ def fill_round(
     place = 0
     while place < waiting.shape[0]:
         k = waiting[place]
-        d, start = smallest_new_group(t, k, limit, least_degree, free, taken, cursor)
+        d, start = smallest_new_group(t, k, limit, least_degree, free, taken, cursor, rank_class)
         most = t.degrees[d] if d >= 0 else taken.shape[0]
         s, at = fullest_group(t, k, limit, most, by_shape, listed, tokens, load)
         if s < 0 and d < 0:
@@ -354,8 +380,10 @@ def place_wide_documents(t: BatchTables, target: int, params: DecodeParams, roun
         if needed[k] < 0:
             return False
         for _ in range(params.extra_degrees[k]):
-            if needed[k] + 1 < t.degrees.shape[0] and t.solo_ns[needed[k] + 1, k] <= target:
-                needed[k] += 1
+            wider = np.searchsorted(t.degrees, t.degrees[needed[k]], "right")
+            if wider < t.degrees.shape[0] and t.solo_ns[wider, k] <= target:
+                needed[k] = wider
+        needed[k] = np.searchsorted(t.degrees, t.degrees[needed[k]])
     shard_groups = rounds.load.shape[0]
     for d in range(t.degrees.shape[0] - 1, -1, -1):
         if t.degrees[d] <= t.shard_group:
@@ -385,13 +413,17 @@ def place_wide_document(
 ) -> bool:
     """Put document ``k`` on the block of degree ``t.degrees[d]`` where it ends first; False: nowhere in time.
 
+    ``d`` is the first index of that degree, of the fastest class of its blocks.
     It joins that block's last group if memory allows, or opens a group as a round of its own. `last_group`, int64[I],
     is known by the block's first shard group (-1: none); the arrays behind it are that group's.
     """
     width = t.degrees[d] // t.shard_group
-    best, best_end, joins = -1, target + 1, False
+    best, best_end, joins, own = -1, target + 1, False, d
     for index in range(block_count(t.degrees[d], t.ranks, t.node)):
         block = block_start(index, t.degrees[d], t.node) // t.shard_group
+        at = d
+        if t.block_class[t.block_class.shape[0] - 1] > 0:
+            at += class_of_block(block * t.shard_group, t.degrees[d], t.rank_class)
         group = last_group[block]
         if group >= 0 and tokens_left[block] >= t.tokens[k]:
             spent = 0
@@ -399,14 +431,14 @@ def place_wide_document(
                 spent = max(spent, load[block, stream] + t.cost[stream, rounds.group_shape[group], k])
             if begin[block] + spent < best_end:
                 best, best_end, joins = block, begin[block] + spent, True
-        end = rounds.load[block : block + width].max() + t.solo_ns[d, k]
+        end = rounds.load[block : block + width].max() + t.solo_ns[at, k]
         if end < best_end:
-            best, best_end, joins = block, end, False
+            best, best_end, joins, own = block, end, False, at
     if best < 0:
         return False
     if not joins:
         group, index = rounds.count[0], rounds.count[1]
-        rounds.group_shape[group] = t.solo_shape[d, k]
+        rounds.group_shape[group] = t.solo_shape[own, k]
         rounds.group_start[group] = 0
         rounds.group_round[group] = index
         rounds.round_shard_group[index] = best
@@ -415,7 +447,7 @@ def place_wide_document(
         rounds.count[1] += 1
         last_group[best] = group
         tokens_left[best] = t.degrees[d] * t.capacity
-        load[best] = t.fixed[:, t.solo_shape[d, k]]
+        load[best] = t.fixed[:, t.solo_shape[own, k]]
         begin[best] = rounds.load[best : best + width].max()
     group = last_group[best]
     rounds.group_of[k] = group
@@ -437,11 +469,14 @@ def fill_shard_group(
     """Fill one shard group up to the target, round by round; returns who still waits and how many rounds are filled."""
     groups = no_groups(t, t.shard_group)
     limits = np.empty(MAX_LIMITS + 2, np.int64)
+    base = shard_group * t.shard_group
+    rank_class = t.rank_class[base : base + t.shard_group]
+    here = blocks_here(t, rank_class)
     while waiting.shape[0] > 0:
         budget = target - rounds.load[shard_group]
         count = 0
         for k in waiting:  # the longest document that this shard group can still finish in time sets the limits
-            count = time_limits(t, k, budget, params.growth, limits)
+            count = time_limits(t, k, budget, params.growth, limits, here)
             if count > 0:
                 break
         if count == 0:
@@ -450,11 +485,15 @@ def fill_shard_group(
         joined = np.empty(waiting.shape[0], np.int64)
         chosen = params.limit_index[filled % params.limit_index.shape[0]]
         if chosen < 0:
-            chosen = best_limit(t, budget, waiting, shortest, params.descending, limits[:count], joined, groups)
+            chosen = best_limit(
+                t, budget, waiting, shortest, params.descending, limits[:count], joined, groups, rank_class
+            )
         joined[:] = -1
         limit = limits[min(chosen % MAX_LIMITS, count - 1)]
         least_degree = chosen // MAX_LIMITS % np.searchsorted(t.degrees, t.shard_group, "right")
-        opened, longest, _ = fill_round(t, limit, least_degree, waiting, shortest, params.descending, joined, groups)
+        opened, longest, _ = fill_round(
+            t, limit, least_degree, waiting, shortest, params.descending, joined, groups, rank_class
+        )
         rounds.limit_index[filled] = chosen
         if opened == 0:
             break
@@ -465,14 +504,27 @@ def fill_shard_group(
     return waiting, filled
 
 
-def time_limits(t: BatchTables, k: int, budget: int, growth: int, limits: np.ndarray) -> int:
-    """Write the time limits worth trying for a round that starts with document ``k``, ascending; returns how many."""
+def blocks_here(t: BatchTables, rank_class: np.ndarray) -> np.ndarray:
+    """int64[D]: whether the ranks of these classes, a shard group, have blocks of each degree and class."""
+    nobody, here = np.zeros(rank_class.shape[0], np.int64), np.zeros(t.degrees.shape[0], np.int64)
+    for d in range(t.degrees.shape[0]):
+        if t.degrees[d] <= t.shard_group:
+            first = lowest_free_block(t.degrees[d], 0, nobody, t.node, t.block_class[d], rank_class)
+            here[d] = first < block_count(t.degrees[d], rank_class.shape[0], t.node)
+    return here
+
+
+def time_limits(t: BatchTables, k: int, budget: int, growth: int, limits: np.ndarray, here: np.ndarray) -> int:
+    """Write the time limits worth trying for a round that starts with document ``k``, ascending; returns how many.
+
+    ``here`` are the blocks that its ranks have, see `blocks_here`.
+    """
     lowest = NEVER
     count = 0
     for d in range(t.degrees.shape[0]):
         if t.degrees[d] > t.shard_group:
             break
-        if t.solo_ns[d, k] <= budget and count < MAX_LIMITS // 2:
+        if here[d] and t.solo_ns[d, k] <= budget and count < MAX_LIMITS // 2:
             lowest = min(lowest, t.solo_ns[d, k])
             limits[count] = t.solo_ns[d, k]
             count += 1
@@ -504,6 +556,7 @@ def best_limit(
     limits: np.ndarray,
     joined: np.ndarray,
     groups: OpenGroups,
+    rank_class: np.ndarray,
 ) -> int:
     """Index (see `DecodeParams`) of the limit that fills a round most efficiently: most value per rank-ns spent.
 
@@ -517,8 +570,10 @@ def best_limit(
         chosen, least_degree = min(index, last), max(0, index - last)
         if t.shard_group % t.degrees[least_degree]:
             continue  # groups all of a size that does not tile the shard group leave ranks idle
+        if index > last and t.block_class[least_degree] > 0:
+            continue  # so do groups on slow blocks only
         opened, longest, value = fill_round(
-            t, limits[chosen], least_degree, waiting, shortest, descending, joined, groups
+            t, limits[chosen], least_degree, waiting, shortest, descending, joined, groups, rank_class
         )
         spent = longest if budget - longest >= useful else budget
         gain = value / (max(spent, 1) * t.shard_group)

@@ -9,6 +9,7 @@ least_loaded           in the order given; the bin with the least work (longest 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,8 +36,12 @@ def first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
-    """Put documents, longest first, into the fullest bin that they fit into; no document is larger than a bin."""
+def best_fit_decreasing(sizes: np.ndarray, capacity: int | Sequence[int]) -> list[list[int]]:
+    """Put documents, longest first, into the fullest bin that they fit into; no document is larger than a bin.
+
+    Of several capacities, bins have one after another.
+    """
+    capacities = capacity if isinstance(capacity, Sequence) else [capacity]
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for document in np.argsort(-sizes, kind="stable").tolist():
@@ -45,7 +50,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
         if place < len(free):
             left, number = free.pop(place)
         else:
-            left, number = capacity, len(bins)
+            left, number = capacities[len(bins) % len(capacities)], len(bins)
             bins.append([])
         bins[number].append(document)
         insort(free, (left - size, number))

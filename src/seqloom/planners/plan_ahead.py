@@ -4,8 +4,8 @@ It needs no torch and no data. The trainer submits the lengths of coming steps a
 plan that is late, or that the planner could not make, never stops a step: the fallback planner, static unless another
 is named, makes one at once, and the `StepPlan` carries the reason. A process that dies or hangs is replaced.
 
-Every request carries the factors of the profile by which it is planned and priced (`cost.feedback`), and the plan says
-which they were.
+Every request carries the factors of the profile by which it is planned and priced (`cost.feedback`), and the speeds of
+ranks (`cost.speeds`); the plan says which they were.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class StepPlan:
     bound_ns: int | None = None  # lower bound of the step on the same stages; None: not computed
     idle_share: float | None = None  # share of the ranks' time that they wait, by the simulator; None: not computed
     factors: Sequence[float] = NO_CHANGE  # of the profile by which it was planned and priced
+    speeds: Sequence[float] = ()  # of the ranks, as the run has learned them; none: as described
     factor_ns: Sequence[float] | None = None  # derivatives of `predicted_ns` by each factor; None: not computed
     _plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -93,8 +94,9 @@ class PlanAhead:
             feedback: whether plans carry what a refit of the factors needs, `StepPlan.factor_ns`.
 
         Attributes:
-            factors: of the plans that are submitted from now on.
+            factors, speeds: of the plans that are submitted from now on.
         """
+        self.speeds: Sequence[float] = ()
         self.factors, self._costs, self._feedback = NO_CHANGE, FactorCosts(cost), feedback
         self._fallback, self._patience_s, self._hang_s = fallback, patience_s, hang_s
         self._chosen = PlannerChoice(planner) if isinstance(planner, str) else planner
@@ -114,7 +116,7 @@ class PlanAhead:
         """Ask for the plan of a step; returns at once."""
         with self._changed:
             self._submitted.add(step)
-        self._requests.put(_Request(step, np.asarray(lengths, dtype=np.int64), self.factors))
+        self._requests.put(_Request(step, np.asarray(lengths, dtype=np.int64), self.factors, self.speeds))
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, waiting for it if need be; that of the fallback planner if it is late or fails.
@@ -135,10 +137,11 @@ class PlanAhead:
                 self._answers.pop(other, None)
                 self._submitted.discard(other)
         if isinstance(found, _Failure):
-            self._costs = self._costs.with_factors(self.factors)
+            self._costs = self._costs.with_factors(self.factors, self.speeds)
             plan = self._fallback.plan(lengths, self._costs.cost)
             predicted = predicted_ns(plan, self._costs.cost)
             options = {"plan_ns": found.plan_ns, "fallback_reason": found.reason, "factors": tuple(self.factors)}
+            options["speeds"] = tuple(self.speeds)
             found = StepPlan(step, plan.to_json(), plan.hash, predicted, **options)
         return replace(found, wait_ns=time.monotonic_ns() - begin)
 
@@ -215,6 +218,7 @@ class _Request(NamedTuple):
     step: int
     lengths: np.ndarray
     factors: Factors
+    speeds: Sequence[float]
 
 
 class _Failure(NamedTuple):
@@ -232,7 +236,7 @@ def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice, feedb
     while True:
         try:
             request: _Request = connection.recv()
-            costs = costs.with_factors(request.factors)
+            costs = costs.with_factors(request.factors, request.speeds)
             connection.send(_answer(request, costs, chosen, feedback))
         except (EOFError, OSError):
             return
@@ -252,6 +256,7 @@ def _answer(request: _Request, costs: FactorCosts, chosen: PlannerChoice, feedba
             bound_ns=plan_bound(plan, cost),
             idle_share=simulate(plan, cost).idle_share,
             factors=tuple(request.factors),
+            speeds=tuple(request.speeds),
             factor_ns=tuple(costs.derivatives(plan, predicted_ns)) if feedback else None,
         )
     except SeqloomError as error:

@@ -83,27 +83,31 @@ class BatchProblem:
     @cached_property
     def batch_tables(self) -> BatchTables:
         """The same problem for the loops, without the streams that no shape uses."""
-        tables = self.tables
+        tables, classes = self.tables, self.cost.speeds.classes
         streams = [0] + [stream for stream in (1, 2) if tables.cost[stream].any() or tables.fixed[stream].any()]
-        cost = np.ascontiguousarray(tables.cost[streams])
-        fixed = np.ascontiguousarray(tables.fixed[streams])
-        degrees = np.unique(tables.degree)
-        fits = tables.tokens[None, :] <= tables.degree[:, None] * tables.capacity
+        by_class = [self.tables_at(self.policy.checkpoint, slowness).cost[streams] for slowness in classes]
+        rows = len(tables.shapes) * len(classes)  # every shape on every class of blocks, the fastest first
+        cost = np.ascontiguousarray(np.stack(by_class, axis=2).reshape(len(streams), rows, -1))
+        fixed = np.repeat(tables.fixed[streams], len(classes), axis=1)
+        shape_degree, shape_class = np.repeat(tables.degree, len(classes)), np.arange(rows) % len(classes)
+        degrees = np.repeat(np.unique(tables.degree), len(classes))
+        block_class = np.arange(len(degrees)) % len(classes)
+        fits = tables.tokens[None, :] <= shape_degree[:, None] * tables.capacity
         time = np.where(fits, (cost + fixed[:, :, None]).max(axis=0), NEVER)
         solo_ns = np.empty((len(degrees), len(self.lengths)), np.int64)
         solo_shape = np.empty_like(solo_ns)
-        for index, degree in enumerate(degrees):
-            shapes = np.flatnonzero(tables.degree == degree)
+        for index, (degree, own) in enumerate(zip(degrees, block_class, strict=True)):
+            shapes = np.flatnonzero((shape_degree == degree) & (shape_class == own))
             best = time[shapes].argmin(axis=0)
             solo_shape[index] = shapes[best]
             solo_ns[index] = time[shapes[best], np.arange(len(best))]
-        work = np.where(fits, cost.max(axis=0) * tables.degree[:, None], NEVER).min(axis=0)
+        work = np.where(fits, cost.max(axis=0) * shape_degree[:, None], NEVER).min(axis=0)
         share = int(fixed.max(axis=0).min()) * tables.tokens // tables.capacity
         return BatchTables(
             tokens=tables.tokens,
             cost=cost,
             fixed=fixed,
-            shape_degree=tables.degree,
+            shape_degree=shape_degree,
             degrees=degrees,
             solo_ns=solo_ns,
             solo_shape=solo_shape,
@@ -112,7 +116,13 @@ class BatchProblem:
             ranks=self.cost.ranks,
             shard_group=self.cost.shard_group_size,
             node=self.cost.node_size,
+            block_class=block_class,
+            rank_class=self.cost.speeds.class_of_rank if len(classes) > 1 else np.zeros(self.cost.ranks, np.int64),
         )
+
+    def shape_of_row(self, row: int) -> GroupShape:
+        """The shape that a row of `batch_tables` prices, on whichever blocks."""
+        return self.tables.shapes[row // len(self.cost.speeds.classes)]
 
     def step_ns(self, rounds: PlacedRounds) -> int:
         """Step time in ns, with the step's overhead, from the integers that planners compare.
@@ -144,12 +154,13 @@ class BatchProblem:
         groups = list(chain.from_iterable(rounds))
         owners = chain.from_iterable([c] * len(placed) for c, placed in zip(checkpoints, rounds, strict=True))
         index_of = {shape: index for index, shape in enumerate(self.tables.shapes)}
-        classes: dict[tuple[Checkpoint, int], list[int]] = {}
+        classes: dict[tuple[Checkpoint, int, float], list[int]] = {}
         for index, (group, checkpoint) in enumerate(zip(groups, owners, strict=True)):
-            classes.setdefault((checkpoint, index_of[group.shape]), []).append(index)
+            slowness = self.slowness(group.shape, group.start)
+            classes.setdefault((checkpoint, index_of[group.shape], slowness), []).append(index)
         times = [0] * len(groups)
-        for (checkpoint, shape), members in classes.items():
-            tables = self.checkpoint_tables(checkpoint)
+        for (checkpoint, shape, slowness), members in classes.items():
+            tables = self.tables_at(checkpoint, slowness)
             documents = np.array(list(chain.from_iterable(groups[i].documents for i in members)))
             first = np.cumsum([0] + [len(groups[i].documents) for i in members[:-1]])
             sums = np.add.reduceat(tables.cost[:, shape, documents], first, axis=1)
@@ -157,16 +168,22 @@ class BatchProblem:
                 times[i] = int(time)
         return times
 
-    def checkpoint_tables(self, checkpoint: Checkpoint) -> CostTables:
-        """The documents priced under another checkpoint, made on first use."""
-        if checkpoint not in self._checkpoint_tables:
+    def slowness(self, shape: GroupShape, start: int) -> float:
+        """Times as long as by the profile that a group of this shape computes which begins at this rank."""
+        speeds = self.cost.speeds
+        return speeds.of_group(range(start, start + shape.degree)) if speeds else 1.0
+
+    def tables_at(self, checkpoint: Checkpoint, slowness: float = 1.0) -> CostTables:
+        """The documents priced under another checkpoint, on groups so slow, made on first use."""
+        key = checkpoint, slowness
+        if key not in self._tables_at:
             policy = MemoryPolicy(checkpoint, self.policy.reduce)
-            self._checkpoint_tables[checkpoint] = self.cost.tables(self.lengths, policy)
-        return self._checkpoint_tables[checkpoint]
+            self._tables_at[key] = self.cost.tables(self.lengths, policy, slowness=slowness)
+        return self._tables_at[key]
 
     @cached_property
-    def _checkpoint_tables(self) -> dict[Checkpoint, CostTables]:
-        return {self.policy.checkpoint: self.tables}
+    def _tables_at(self) -> dict[tuple[Checkpoint, float], CostTables]:
+        return {(self.policy.checkpoint, 1.0): self.tables}
 
     def plan(self, rounds: PlacedRounds, planner: str) -> Plan:
         """Build the plan of these rounds, each with the fastest checkpoint that its memory allows."""

@@ -70,6 +70,7 @@ class PlannerSpec:
     makes_stages: bool = False  # whether its plans cut the model into pipeline stages
     reads_strategies: bool = False  # whether it chooses from a list of strategies under free sharding
     quick: bool = False  # whether it answers at once: `plan_batches` then asks for a tiny plan before it measures any
+    by_speed: bool = True  # whether it plans for ranks of unequal speed
     packs_dataset: bool = False  # whether it decides which documents make a batch, and so plans no batch that is given
     claim: PublishedClaim | None = None  # its published speed-up
 
@@ -92,7 +93,14 @@ _TABLE = (
     ),
     PlannerSpec("flex", "planners.flex:plan_flex", seeded=True, quick=True),
     PlannerSpec("zones", "planners.zones:plan_zones", quick=True),
-    PlannerSpec("pipeline", "planners.pipeline:plan_pipeline", option="stages", makes_stages=True, quick=True),
+    PlannerSpec(
+        "pipeline",
+        "planners.pipeline:plan_pipeline",
+        option="stages",
+        makes_stages=True,
+        quick=True,
+        by_speed=False,
+    ),
     PlannerSpec(
         "hydraulis",
         "planners.hydraulis:plan_strategies",
@@ -100,6 +108,7 @@ _TABLE = (
         makes_stages=True,
         reads_strategies=True,
         quick=True,
+        by_speed=False,
     ),
     PlannerSpec("exact", "planners.exact:plan_exact"),
     PlannerSpec("auto", "planners.auto:plan_auto", seeded=True, reads_strategies=True, quick=True),
@@ -205,6 +214,12 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
             f"planner {spec.name} with tensor degree {cost.tensor}: as published it divides no weights; use tensor "
             "degree 1, or another planner"
         )
+    if cost.speeds and (not spec.by_speed or options.get("stages", 1) > 1):
+        own = [other.name for other in _TABLE if other.by_speed and not other.rival and not other.packs_dataset]
+        raise SeqloomError(
+            f"planner {name} on ranks of unequal speed ({min(cost.speeds.values):g} to {max(cost.speeds.values):g}): "
+            f"its stages have equal ranks; use one of {', '.join(own)}"
+        )
 
     def plan_under(own: CostModel) -> Plan:
         return with_layer_choices(spec.load()(array, own, **given, **options), own)
@@ -244,6 +259,11 @@ class PlannerChoice:
     def __str__(self) -> str:
         """Name and options, for example ``pipeline:4,1,1f1b``; of a list its length, or the only entry."""
         return ":".join([self.name, *filter(None, [",".join(map(_option_text, self.options.values()))])])
+
+    @property
+    def uses_speeds(self) -> bool:
+        """Whether its plans give slow ranks less."""
+        return parse_planner(self.name)[0].by_speed and self.options.get("stages", 1) == 1
 
     def plan(self, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> Plan:
         """Plan one batch, int64[n] tokens; the plan is validated."""

@@ -7,14 +7,14 @@ gains. `with_remapping` decides for every round by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.plan_cost import round_times
-from seqloom.cost.shapes import STREAMS
+from seqloom.cost.shapes import BY_SPEED, STREAMS
 from seqloom.layout import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, Remap, Round, StageMicroBatch
 
@@ -55,6 +55,14 @@ def _faster(work: StageMicroBatch, plan: Plan, cost: CostModel) -> StageMicroBat
     return best
 
 
+def _token_ns(rates: Mapping[str, float], cost: CostModel) -> np.ndarray:
+    """int64[ranks] ns that a token in the linear layout takes, from ns by part."""
+    slowness = cost.speeds.slowness if cost.speeds else np.ones(cost.ranks)
+    computed = (*BY_SPEED, "routed")
+    parts = (ns * (slowness if name in computed else 1.0) for name, ns in rates.items() if name in STREAMS[0])
+    return np.maximum(1, np.rint(sum(parts))).astype(np.int64)
+
+
 def _layouts(
     work: StageMicroBatch, policy: MemoryPolicy, rank_ns: np.ndarray, plan: Plan, cost: CostModel
 ) -> Iterator[StageMicroBatch]:
@@ -66,7 +74,7 @@ def _layouts(
     shard_groups = [shard_group for shard_group in plan.shard_groups if not asleep[list(shard_group)].all()]
     for remap in Remap:
         rates = cost.engine.layout_token_ns(policy, remap)
-        token_ns = max(1, int(np.rint(sum(linear for name, (linear, _) in rates.items() if name in STREAMS[0]))))
+        token_ns = _token_ns({name: linear for name, (linear, _) in rates.items()}, cost)
         level = int(rank_ns.max())
         stays = np.where(asleep, 0, rank_ns - token_ns * held)
         for quarters in QUARTERS:

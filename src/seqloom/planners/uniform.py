@@ -94,23 +94,45 @@ def uniform_answers(problems: Sequence[BatchProblem], degrees: Sequence[int]) ->
         for degree in degrees:
             if longest > degree * tables.capacity:
                 continue
-            bins = best_fit_decreasing(tables.tokens, max(9 * degree * tables.capacity // 10, longest))
+            packings = [best_fit_decreasing(tables.tokens, max(9 * degree * tables.capacity // 10, longest))]
+            if problem.cost.speeds:
+                packings.append(best_fit_decreasing(tables.tokens, _capacities_by_speed(problem, degree, longest)))
             candidates = []
             for shape in np.flatnonzero(tables.degree == degree).tolist():
-                rounds = rounds_in_order(problem, bins, shape)
-                candidates.append(UniformAnswer(problem.step_ns(rounds), degree, problem, rounds))
+                for bins in packings:
+                    rounds = rounds_in_order(problem, bins, shape)
+                    candidates.append(UniformAnswer(problem.step_ns(rounds), degree, problem, rounds))
             answers.append(min(candidates, key=lambda answer: answer.ns))
     return answers
 
 
 def rounds_in_order(problem: BatchProblem, bins: Sequence[Sequence[int]], shape: int) -> list[list[GroupPlacement]]:
-    """Rounds of these bins in their order, as many side by side as the cluster has blocks for."""
+    """Rounds of these bins in their order, as many side by side as the cluster has blocks for.
+
+    Of blocks of unequal speed, faster ones take bins with more work.
+    """
     own = problem.tables.shapes[shape]
-    blocks = problem.cost.family.blocks(own.degree)
+    blocks = _blocks_by_speed(problem.cost, own.degree)
+    rounds = [bins[first : first + len(blocks)] for first in range(0, len(bins), len(blocks))]
+    if problem.cost.speeds:
+        work = problem.tables.cost[:, shape].max(axis=0)
+        rounds = [sorted(each, key=lambda documents: -int(work[documents].sum())) for each in rounds]
     return [
-        [GroupPlacement(own, block.start, documents) for block, documents in zip(blocks, bins[first:], strict=False)]
-        for first in range(0, len(bins), len(blocks))
+        [GroupPlacement(own, block.start, documents) for block, documents in zip(blocks, each, strict=False)]
+        for each in rounds
     ]
+
+
+def _blocks_by_speed(cost: CostModel, degree: int) -> list[range]:
+    """The blocks of a degree, the fastest first, of equals the first."""
+    return sorted(cost.family.blocks(degree), key=cost.speeds.of_group)
+
+
+def _capacities_by_speed(problem: BatchProblem, degree: int, longest: int) -> list[int]:
+    """Tokens of the bins of a round, in proportion to the speed of their blocks; every bin holds the longest."""
+    slowness = [problem.cost.speeds.of_group(block) for block in _blocks_by_speed(problem.cost, degree)]
+    most = 9 * degree * problem.tables.capacity // 10
+    return [max(int(most * slowness[0] / each), longest) for each in slowness]
 
 
 def holding_degrees(problems: Sequence[BatchProblem], longest: int) -> list[int]:

@@ -192,7 +192,7 @@ class IdenticalStages:
     first_rank: list[int]  # of every stage
     first_shard_group: list[int]  # of every stage
     node_size: int
-    aligned: bool  # whether all pipeline ranks, of which there are several, lie in their nodes in the same way
+    aligned: bool  # whether all pipeline ranks, several and equally fast, lie in their nodes in the same way
     unsharded: frozenset[int]  # stages that are unsharded for every pass
 
     @classmethod
@@ -208,7 +208,7 @@ class IdenticalStages:
             first_rank=first,
             first_shard_group=[shard_group_of[rank] for rank in first],
             node_size=size,
-            aligned=even and start % width == 0 and (size % width == 0 or width % size == 0),
+            aligned=even and not cost.speeds and start % width == 0 and (size % width == 0 or width % size == 0),
             unsharded=frozenset(unshard_times_by_stage(cost, pipeline)),
         )
 

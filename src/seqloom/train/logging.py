@@ -55,6 +55,7 @@ class StepRecord:
     shape: str = ""  # the plan's pipelines, each as tensor degree x stages / ranks: ``2x2/4, 1x1/2 x 2``
     fallback: bool = False  # the planner was late or failed, so that the fallback planner made the plan
     factors: str = ""  # `Factors.digest` of the factors by which the plan was made; "": the profile as it is
+    slowest: float | None = None  # learned speed of the slowest rank, relative to the median rank; None: all are alike
     mfu: float | None = None  # model FLOPs / (measured_ms x ranks x peak of the device); None: the peak is not known
     memory_allocated_gib: float | None = None  # peak of the fullest rank in the step; None on a CPU
     memory_reserved_gib: float | None = None  # the same with what the allocator holds in reserve
@@ -116,6 +117,8 @@ class RankMeasurement(NamedTuple):
     optimiser_s: float
     allocated: float
     reserved: float
+    busy_s: float = 0.0  # computing the loss, in which no rank waits for another
+    busy_tokens: float = 0.0  # of the loss
 
 
 PHASES = tuple(name.removesuffix("_s") + "_ms" for name in RankMeasurement._fields[1:8])
@@ -129,7 +132,7 @@ def summarize_ranks(ranks: Sequence[RankMeasurement], flops: float, peak_flops: 
         flops: of the model in the whole step, forward and backward.
         peak_flops: FLOP/s of a device; None: not known.
     """
-    seconds, *phases, allocated, reserved = zip(*ranks, strict=True)
+    seconds, *phases, allocated, reserved, _, _ = zip(*ranks, strict=True)
     means = {name: 1e3 * fmean(values) for name, values in zip(PHASES, phases, strict=True)}
     return means | {
         "measured_ms": 1e3 * max(seconds),

@@ -46,10 +46,10 @@ class PlanBroadcast:
         if self.ahead is not None:
             self.ahead.submit(step, lengths)
 
-    def use_factors(self, factors: Factors) -> None:
-        """Have plans that are submitted from now on priced by other factors; does nothing on other ranks than 0."""
+    def use_factors(self, factors: Factors, speeds: Sequence[float] = ()) -> None:
+        """Have plans submitted from now on priced by other factors and speeds; does nothing on other ranks than 0."""
         if isinstance(self.ahead, PlanAhead):
-            self.ahead.factors = factors
+            self.ahead.factors, self.ahead.speeds = factors, tuple(speeds)
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, the same on all ranks; all ranks call it.
@@ -82,7 +82,7 @@ class PlanBroadcast:
         return json.loads(self.transport.broadcast(payload))
 
     def check_all_ranks(self, step: int, lengths: Sequence[int] | np.ndarray, step_plan: StepPlan) -> None:
-        """Compare step, lengths, factors and, of the first plan, the hash over all ranks, before any acts on them.
+        """Compare step, lengths, factors, speeds and, of the first plan, the hash over all ranks, before any acts.
 
         All ranks get the same text. They hash what they have read of the first one, to notice a rank of another
         version; hashing takes as long as writing the plan to JSON.
@@ -91,7 +91,7 @@ class PlanBroadcast:
         matches = [step_plan.step == step, list(plan.documents) == np.asarray(lengths).tolist()]
         digest = step_plan.plan_hash if self._hash_compared else plan.hash
         self._hash_compared = True
-        factors = Factors(*step_plan.factors).digest
+        factors = Factors(*step_plan.factors).digest_with(step_plan.speeds)
         mine = [*map(int, matches), int(digest[:15], 16), int(factors or "0", 16), step]
         rows = gather_vectors(torch.tensor(mine, dtype=torch.int64, device=self.device), self.transport).tolist()
         for rank, (same_step, same_lengths, *digests, its_step) in enumerate(rows):

@@ -35,6 +35,7 @@ from seqloom.compat import is_out_of_memory
 from seqloom.cost.compute import training_flops
 from seqloom.cost.feedback import NO_CHANGE, Factors, Feedback, Measurement, can_refit
 from seqloom.cost.memory import GIB
+from seqloom.cost.speeds import BusyTime
 from seqloom.data import Batch, RowReader
 from seqloom.describe.cluster import Device, is_device
 from seqloom.dist import Context, Transport
@@ -137,8 +138,8 @@ class Trainer(AbstractContextManager):
                 *(partial(gather_vectors, transport=transport), self._compute_dtype, self.device),
             )
             self._checked = 0
-            if self.feedback is not None:
-                self.plans.use_factors(self.feedback.factors)
+            self._busy: list[BusyTime] = []  # of all ranks, in the latest step
+            self._use_feedback()
         except BaseException:
             self._closing.__exit__(*sys.exc_info())
             raise
@@ -274,6 +275,8 @@ class Trainer(AbstractContextManager):
             optimiser_s=end - computed,
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else 0,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else 0,
+            busy_s=result.busy_s,
+            busy_tokens=result.busy_tokens,
         )
         if step_plan.step in self.config.log.trace:
             begin, between = TimeSlice("bind", 0.0, bound - start), began - start
@@ -339,14 +342,23 @@ class Trainer(AbstractContextManager):
             return ""
         factors, derivatives = Factors(*step_plan.factors), Factors(*step_plan.factor_ns)
         measured = Measurement.of(factors, derivatives, step_plan.predicted_ns, 1e6 * record.measured_ms)
-        drift = self.feedback.observe(measured)
-        self.plans.use_factors(self.feedback.factors)
+        drift = self.feedback.observe(measured, self._busy)
+        self._use_feedback()
         return drift
+
+    def _use_feedback(self) -> None:
+        """Have plans made by what the run has learned; speeds only if its planner gives slow ranks less."""
+        if self.feedback is not None:
+            speeds = self.feedback.speeds.values if self.setup.planners.planner.uses_speeds else ()
+            self.plans.use_factors(self.feedback.factors, speeds)
 
     def _feedback_notes(self) -> Iterator[str]:
         """Say by which factors a resumed run begins, and why one learns nothing although it shall."""
         if self.feedback is not None and self.feedback.factors != NO_CHANGE:
             yield f"plans are priced by the factors of the checkpoint ({self.feedback.factors})"
+        if self.feedback is not None and self.feedback.speeds.values:
+            slowest = min(self.feedback.speeds.values)
+            yield f"ranks have the speeds of the checkpoint, the slowest {slowest:g} times that of the median rank"
         if self.config.plan.feedback and self.feedback is None:
             profile = self.setup.cost.profile.name
             yield f"plan.feedback: profile {profile} holds published constants, which steps do not change"
@@ -386,6 +398,7 @@ class Trainer(AbstractContextManager):
         """Gather what the ranks measured in a step; all ranks call it."""
         rows = gather_values([*mine, self._asked_to_leave], self.transport, self.device).tolist()
         ranks = [RankMeasurement(*row[:-1]) for row in rows]
+        self._busy = [BusyTime(rank.busy_s, rank.busy_tokens) for rank in ranks]
         self._agree_to_leave([row[-1] for row in rows])
         flops = training_flops(batch.lengths, self.setup.spec)
         peak_flops = find_peak_flops(self.setup.cost.cluster.device, self.device)
@@ -406,6 +419,7 @@ class Trainer(AbstractContextManager):
             shape=plan_shape(plan),
             fallback=bool(step_plan.fallback_reason),
             factors=Factors(*step_plan.factors).digest,
+            slowest=min(step_plan.speeds, default=None),
         )
 
     def bind(self, plan: Plan, *, dropout_seed: int | None = None) -> RankPlan:

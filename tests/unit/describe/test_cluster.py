@@ -46,6 +46,37 @@ def test_spelling():
         cluster.nic_of(64)
 
 
+def test_nodes_of_several_devices():
+    cluster = Cluster.parse("4x8xH200+4x8xH100")
+    assert (cluster.name, cluster.nodes, cluster.ranks) == ("4x8xH200+4x8xH100", 8, 64)
+    assert [device.name for device in cluster.node_devices] == ["H200"] * 4 + ["H100"] * 4
+    assert cluster.device.name == "H100"  # the least memory
+    assert Cluster.parse(cluster.spelling) == cluster
+    assert Cluster.parse("8xH100+8xH100") == Cluster.parse("2x8xH100")
+    slower = Cluster.parse("8xH100+8xA100-40G")
+    assert slower.nic.gb_s == 25 and slower.nics_per_node == 2  # the slowest links, the fewest NICs
+    assert cluster.subcluster(8).node_devices == ()
+
+
+def test_nodes_of_several_devices_in_a_file(parse):
+    cluster = parse({"gpus_per_node": 8, "node_devices": ["H200", "H100"], "speeds": [1, 0.9]})
+    assert cluster.spelling == "8xH200+8xH100" and cluster.nodes == 2 and cluster.speeds == (1, 0.9)
+
+
+def test_nodes_of_unequal_size_are_refused_with_the_way_out():
+    with pytest.raises(SeqloomError, match=r"nodes of 8 and 4 GPUs; .* cut them into nodes of 4, 4x4xH200.2x4xH100"):
+        Cluster.parse("2x8xH200+2x4xH100")
+    with pytest.raises(SeqloomError, match="unknown device"):
+        Cluster.parse("8xH100+8xH99")
+
+
+@pytest.mark.parametrize("key", ["speeds", "node_devices"])
+def test_so_many_speeds_and_devices_as_nodes(parse, key):
+    one = {"speeds": 1.0, "node_devices": "H100"}[key]
+    with pytest.raises(SeqloomError, match=f"{key} has 3 entries; give one for each of the 2 nodes"):
+        parse(SHORT | {key: [one] * 3})
+
+
 def test_papers():
     flexsp = Cluster.parse("8x8xA100-40G")
     assert flexsp.device.memory_gib == 40
@@ -57,7 +88,7 @@ def test_papers():
 
 
 def test_presets():
-    names = {"flexsp-a100", "dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "pcie-box", "laptop"}
+    names = {"flexsp-a100", "dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200", "pcie-box", "laptop", "h200-and-h100"}
     assert names <= set(CLUSTERS)
     for name, cluster in CLUSTERS.items():
         assert Cluster.parse(name) is cluster and cluster.name == name

@@ -71,7 +71,7 @@ def test_memory_filled_to_the_brim_is_packed():
 
 def batch_options(tokens, count, cost, stream=0):
     prices = [price_documents(tokens.astype(float), cost, policy) for policy in cost.policies]
-    return BatchOptions.of(prices, count, cost.ranks, stream)
+    return BatchOptions.of(prices, count, cost.ranks, cost.ranks, stream)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -46,7 +46,9 @@ def filled(tables, limit, least_degree, order, descending):
     joined = np.full(len(order), -1, np.int64)
     groups = loops.no_groups(tables, tables.ranks)
     shortest = int(tables.tokens[order].min())
-    answer = kernels().fill_round(tables, limit, least_degree, order, shortest, descending, joined, groups)
+    answer = kernels().fill_round(
+        tables, limit, least_degree, order, shortest, descending, joined, groups, tables.rank_class
+    )
     return tuple(map(int, answer)), joined, groups
 
 
@@ -166,7 +168,7 @@ def test_time_limits_rise_from_the_document_to_the_budget(drawn, k):
     _, search, target, _ = drawn
     tables, limits = search.tables, np.empty(MAX_LIMITS + 2, np.int64)
     k %= len(tables.tokens)
-    count = kernels().time_limits(tables, k, target, LIMIT_GROWTH, limits)
+    count = kernels().time_limits(tables, k, target, LIMIT_GROWTH, limits, np.ones(len(tables.degrees), np.int64))
     inside = tables.solo_ns[tables.degrees <= tables.shard_group, k]
     if not (inside <= target).any():
         assert count == 0

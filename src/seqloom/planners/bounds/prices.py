@@ -23,7 +23,8 @@ from seqloom.cost.communication import (
     group_traffic,
     remap_exchanges,
 )
-from seqloom.cost.shapes import STREAMS
+from seqloom.cost.shapes import BY_SPEED, STREAMS
+from seqloom.cost.speeds import RankSpeeds
 from seqloom.plan import Method, Remap
 from seqloom.planners.loops import NEVER
 
@@ -56,6 +57,35 @@ class DegreePrices:
     overlaps: bool  # Whether some shape hides ring messages behind attention
 
 
+class SpeedScale(NamedTuple):
+    """What times of the profile are multiplied with in the bound; see `of_fastest` and `weighted`."""
+
+    tokens: float = 1.0  # linear layers, head and experts
+    attention: tuple[float, ...] = ()  # attention of groups of 1, 2, ... ranks; none: 1
+    rest: tuple[float, ...] = ()  # everything else, of groups of 1, 2, ... ranks; none: 1
+
+    def at(self, degree: int) -> tuple[float, float]:
+        """(attention, everything else but tokens) of groups of so many ranks."""
+        attention, rest = (each[degree - 1] if each else 1.0 for each in (self.attention, self.rest))
+        return attention, rest
+
+    @classmethod
+    def of_fastest(cls, speeds: RankSpeeds) -> SpeedScale:
+        """Times as they are on the fastest ranks; of ``d`` ranks of a group, one is no faster than the d-th fastest."""
+        return cls(speeds.classes[0], tuple(np.sort(speeds.slowness).tolist())) if speeds else cls()
+
+    @classmethod
+    def weighted(cls, speeds: RankSpeeds) -> SpeedScale:
+        """Times of every rank weighted by its speed over that of the fastest one.
+
+        Computing weighs the same on every rank. The rest weighs least on the slowest ranks: of ``d`` ranks, the mean
+        of the ``d`` slowest.
+        """
+        weights = np.sort(speeds.values) * speeds.classes[0]
+        means = np.cumsum(weights) / np.arange(1, len(weights) + 1)
+        return cls(speeds.classes[0], (speeds.classes[0],) * len(weights), tuple(means.tolist()))
+
+
 class ShapeRates(NamedTuple):
     """The best placement of a shape, float64[L] ns each: per token without attention, of a group before any, and of a
     document however short."""
@@ -66,15 +96,22 @@ class ShapeRates(NamedTuple):
     document_ns: np.ndarray
 
 
-def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> DegreePrices:
-    """Price documents of so many tokens, float64[n], in every shape, and keep the best of every degree."""
-    rates = shape_rates(cost, policy)
+def price_documents(
+    tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy, scale: SpeedScale | None = None
+) -> DegreePrices:
+    """Price documents of so many tokens, float64[n], in every shape, and keep the best of every degree.
+
+    Without a ``scale``, the times are those of the fastest ranks.
+    """
+    scale = SpeedScale.of_fastest(cost.speeds) if scale is None else scale
+    rates = shape_rates(cost, policy, scale)
     single = cost.engine.token_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())  # one TP group, no exchanges
-    everywhere = sum(single.get(name, 0.0) for name in ("head", "routed", "expert"))
-    linear = (single["linear"] - cost.engine.scan_token_ns(policy) + everywhere) * cost.tensor
+    own = scaled_parts(single, scale, cost.tensor)
+    everywhere = sum(own.get(name, 0.0) for name in ("head", "routed", "expert"))
+    linear = (own["linear"] - cost.engine.scan_token_ns(policy) * scale.tokens + everywhere) * cost.tensor
     round_fixed = _round_fixed(cost, policy)
     attention = cost.engine.attention_ns(tokens, [rate.shape for rate in rates], policy)
-    capacity, token_movable = cost.capacity(policy), movable_ns(cost, policy)
+    capacity, token_movable = cost.capacity(policy), movable_ns(cost, policy, scale.tokens)
     degrees, rows = sorted({rate.shape.degree for rate in rates}), []
     for degree in degrees:
         movable = token_movable * tokens / degree
@@ -83,11 +120,11 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
             if shape.degree != degree:
                 continue
             streams = token_ns[:, None] * tokens + document_ns[:, None]
-            streams[: 1 if shape.overlaps_kv else 2] += computing
+            streams[: 1 if shape.overlaps_kv else 2] += computing * scale.at(degree)[0]
             if degree == 1:
                 streams[1] = linear * tokens  # its attention may be what a ring hides behind
             streams = np.maximum(streams - ROUNDED, 0.0)
-            group_fixed = np.maximum(fixed_ns - round_fixed - ROUNDED, 0.0)
+            group_fixed = np.maximum(fixed_ns - round_fixed - ROUNDED, 0.0) * scale.at(degree)[1]
             solo_ns = _solo_ns(streams, group_fixed, round_fixed, movable, degree, cost)
             solo_ns[tokens > degree * capacity] = float(NEVER)
             found = [streams, group_fixed, solo_ns]
@@ -102,7 +139,7 @@ def price_documents(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -
         round_fixed=round_fixed,
         movable=movable,
         solo_ns=solo_ns,
-        linear=linear - shared_ns(cost, policy),
+        linear=linear - shared_ns(cost, policy, scale.tokens),
         tokens=tokens,
         capacity=float(capacity),
         overlaps=any(rate.shape.overlaps_kv for rate in rates),
@@ -176,17 +213,26 @@ def _mixed(light: DegreePrices, heavy: DegreePrices, low: float, high: float, co
     )
 
 
+def scaled_parts(parts: dict[str, float], scale: SpeedScale, degree: int) -> dict[str, float]:
+    """Times by part, without attention, on groups of so many ranks."""
+    _, rest = scale.at(degree)
+    return {name: ns * (scale.tokens if name in (*BY_SPEED, "routed") else rest) for name, ns in parts.items()}
+
+
 @lru_cache(maxsize=32)
-def shape_rates(cost: CostModel, policy: MemoryPolicy) -> tuple[ShapeRates, ...]:
-    """The rates of every shape, stream by stream the least over its placements."""
+def shape_rates(cost: CostModel, policy: MemoryPolicy, scale: SpeedScale | None = None) -> tuple[ShapeRates, ...]:
+    """The rates of every shape, stream by stream the least over its placements; without a scale, of the profile."""
+    scale = SpeedScale() if scale is None else scale
     found = []
     for shape, traffics in candidate_shapes(cost):
         token, fixed, document = [], [], []
         for traffic in traffics:
             routed = shape._replace(routed=traffic.proxies > 0)
-            token.append(_streams(cost.engine.token_ns(routed, policy, traffic), shape.overlaps_kv))
+            each = scaled_parts(cost.engine.token_ns(routed, policy, traffic), scale, shape.degree)
+            token.append(_streams(each, shape.overlaps_kv))
             fixed.append(_streams(cost.engine.fixed_ns(routed, policy, traffic._replace(slices=1)), shape.overlaps_kv))
-            document.append(_streams(cost.engine.document_ns(routed, policy, traffic), shape.overlaps_kv))
+            each = scaled_parts(cost.engine.document_ns(routed, policy, traffic), scale, shape.degree)
+            document.append(_streams(each, shape.overlaps_kv))
         found.append(ShapeRates(shape, *(np.min(each, axis=0) for each in (token, fixed, document))))
     return tuple(found)
 
@@ -282,7 +328,7 @@ def _traffic_over_nodes(shape: GroupShape, blocks: int, nodes: int, nics: int, t
     )
 
 
-def shared_ns(cost: CostModel, policy: MemoryPolicy) -> float:
+def shared_ns(cost: CostModel, policy: MemoryPolicy, slowness: float = 1.0) -> float:
     """ns of a token's experts that its EP group takes off its rank at best.
 
     All ranks of the group compute its mean. A rank sends its own tokens in any case, but for those that it has fewer of
@@ -292,10 +338,10 @@ def shared_ns(cost: CostModel, policy: MemoryPolicy) -> float:
     if times is None or cost.expert == 1:
         return 0.0
     exchange, _ = cost.engine.layout_token_ns(policy, Remap.ATTENTION)["expert"]
-    return times.token_ns + exchange * (1 - 1 / times.imbalance)
+    return times.token_ns * slowness + exchange * (1 - 1 / times.imbalance)
 
 
-def movable_ns(cost: CostModel, policy: MemoryPolicy) -> float:
+def movable_ns(cost: CostModel, policy: MemoryPolicy, slowness: float = 1.0) -> float:
     """ns of a token's linear time that other ranks can take over at best: its EP group, or those of a second layout.
 
     With a second layout its transfer stays with its rank. 0 where nothing can move: shard groups of one rank, and
@@ -304,10 +350,15 @@ def movable_ns(cost: CostModel, policy: MemoryPolicy) -> float:
     links = cost.engine.links
     if cost.shard_group_size == 1 or cost.tensor > 1 or links is None:
         return 0.0
-    most = shared_ns(cost, policy)
+    most = shared_ns(cost, policy, slowness)
     for remap in Remap:
         rates = cost.engine.layout_token_ns(policy, remap)
-        moved = sum(linear for name, (linear, _) in rates.items() if name in STREAMS[0])
+        computed = (*BY_SPEED, "routed")
+        moved = sum(
+            linear * (slowness if name in computed else 1.0)
+            for name, (linear, _) in rates.items()
+            if name in STREAMS[0]
+        )
         most = max(most, moved - remap_transfer_ns(cost, links, policy, remap))
     return most
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.prices import (
     ROUNDED,
     DegreePrices,
+    SpeedScale,
     price_documents,
     price_mixes,
     shape_rates,
@@ -82,10 +83,7 @@ def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[Memo
     tokens = padded.astype(float)
     pure = [price_documents(tokens, cost, policy) for policy in policies]
     prices = price_mixes(pure, cost, LAYER_PARTS)
-    streams = [0]
-    streams += [1] * any(p.overlaps for p in prices)
-    streams += [2] * any(p.cost[2].any() or p.round_fixed[2] > 0 for p in prices)
-    options = [BatchOptions.of(prices, count, cost.ranks, stream) for stream in streams]
+    options = [BatchOptions.of(prices, count, cost.ranks, cost.ranks, stream) for stream in _streams_of(prices)]
     best = options[0].longest_ns
     for stream in options:
         best = max(best, throughput_bound(stream, best))
@@ -93,8 +91,38 @@ def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[Memo
     if cost.shard_group_size == cost.ranks:
         best = max(best, lock_step_bound(options))
         if len(policies) > 1:
-            best = max(best, mixture_bound(price_mixes(pure, cost, MIXTURE_LAYER_PARTS), count, cost.ranks))
+            best = max(best, mixture_bound(price_mixes(pure, cost, MIXTURE_LAYER_PARTS), count, cost.ranks, cost.ranks))
+    if cost.speeds:
+        best = max(best, _weighted_bound(tokens, count, cost, policies, best))
     return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in policies)
+
+
+def _streams_of(prices: Sequence[DegreePrices]) -> list[int]:
+    streams = [0] + [1] * any(p.overlaps for p in prices)
+    return streams + [2] * any(p.cost[2].any() or p.round_fixed[2] > 0 for p in prices)
+
+
+def _weighted_bound(
+    tokens: np.ndarray, count: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy], start: float
+) -> float:
+    """The bound of ranks of unequal speed where every rank's time is weighted by its speed, ns.
+
+    The arguments that add up times over ranks hold with weights too; those that round each rank's time do not.
+    """
+    pace = cost.speeds.total(cost.ranks) * cost.speeds.classes[0]
+    pure = [price_documents(tokens, cost, policy, SpeedScale.weighted(cost.speeds)) for policy in policies]
+    if cost.shard_group_size == cost.ranks:
+        prices = price_mixes(pure, cost, LAYER_PARTS)
+        streams = _streams_of(prices)
+        best = lock_step_bound([BatchOptions.of(prices, count, cost.ranks, pace, stream) for stream in streams])
+        if len(policies) > 1:
+            best = max(best, mixture_bound(price_mixes(pure, cost, MIXTURE_LAYER_PARTS), count, cost.ranks, pace))
+        return max(start, best)
+    least = min(cost.speeds.values) * cost.speeds.classes[0]
+    prices = [replace(each, round_fixed=each.round_fixed * least) for each in price_mixes(pure, cost, LAYER_PARTS)]
+    for stream in _streams_of(prices):
+        start = timeline_bound(BatchOptions.of(prices, count, cost.ranks, pace, stream), start, (IDENTITY,))
+    return start
 
 
 def first_feasible(impossible: Callable[[float], bool], low: float) -> float:
@@ -160,10 +188,13 @@ class BatchOptions:
     token_ns: float  # Least that a token costs the rank that computes its linear part
     capacity: float  # Tokens a rank holds in one round, in the policy that holds most
     ranks: int
+    pace: float  # Ranks as fast as the prices that work as much in any time; `ranks` where all are alike
     longest_ns: float  # Time of the most demanding document at its fastest: no step is shorter
 
     @classmethod
-    def of(cls, prices: Sequence[DegreePrices], count: np.ndarray, ranks: int, stream: int) -> BatchOptions:
+    def of(
+        cls, prices: Sequence[DegreePrices], count: np.ndarray, ranks: int, pace: float, stream: int
+    ) -> BatchOptions:
         """One stream of the priced policies, for so many documents of each length.
 
         Documents that are best on one rank in any case get no other option.
@@ -185,7 +216,7 @@ class BatchOptions:
         token_ns = (every.work / tokens)[solo_ns < float(NEVER)].min()
         if every.movable.any():
             token_ns = min(token_ns, *(p.linear for p in prices))
-        mean = np.where(solo_ns < float(NEVER), every.work, np.inf).min(axis=0) @ count / ranks
+        mean = np.where(solo_ns < float(NEVER), every.work, np.inf).min(axis=0) @ count / pace
         least_degree = every.degree[:, 0] == every.degree.min()
         single = _best_on_one_rank(every, len(prices), longest, max(longest, float(mean)))
         blocks = every.select(least_degree, single), every.select(np.ones_like(least_degree), ~single)
@@ -195,6 +226,7 @@ class BatchOptions:
             token_ns=float(token_ns),
             capacity=max(p.capacity for p in prices),
             ranks=ranks,
+            pace=pace,
             longest_ns=longest,
         )
 
@@ -321,7 +353,7 @@ def throughput_bound(options: BatchOptions, start: float) -> float:
     return first_feasible(impossible, max(start, options.longest_ns))
 
 
-def timeline_bound(options: BatchOptions, start: float) -> float:
+def timeline_bound(options: BatchOptions, start: float, roundings: Sequence[Rounding] = ROUNDINGS) -> float:
     """The shortest step in which the documents fit side by side and one after another on the ranks' timelines."""
     bound = max(start, options.longest_ns)
     groups = _group_costs(options, bound)
@@ -330,7 +362,7 @@ def timeline_bound(options: BatchOptions, start: float) -> float:
             block.cost + block.round_fixed * np.minimum(memory(block.memory_share), 1.0) + group
             for block, group in zip(options.blocks, groups, strict=True)
         ]
-        for time in ROUNDINGS:
+        for time in roundings:
             bound = first_feasible(lambda step: _overfull(options, paid, time, step), bound)  # noqa: B023
     return bound
 
@@ -380,7 +412,7 @@ def _overfull(options: BatchOptions, paid: Sequence[np.ndarray], time: Rounding,
         need += float(parts.min(axis=0) @ block.count)
         if time is not IDENTITY:
             movable += float((block.degree * block.movable).min(axis=0) @ block.count)
-    most = options.ranks * time.mean_limit(1 - movable / (options.ranks * step))
+    most = options.pace * time.mean_limit(1 - movable / (options.pace * step))
     return need > most * (1 + PRECISION)
 
 
@@ -452,8 +484,8 @@ def _long_round(options: BatchOptions, until: float, longest: float) -> float:
     tokens = options.tokens[order]
     part = np.clip(1 - (np.cumsum(tokens) - options.ranks * options.capacity) / tokens, 0.0, 1.0)
     densest = float((part * work[order]).sum())
-    rest = work.sum() - min(options.ranks * longest, densest)
-    return longest + max(0.0, float(rest)) / options.ranks
+    rest = work.sum() - min(options.pace * longest, densest)
+    return longest + max(0.0, float(rest)) / options.pace
 
 
 def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rounds: int) -> float:
@@ -469,15 +501,17 @@ def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rou
     for price in prices:
         priced = sum(float((work + price * filled).min(axis=0) @ count) for work, filled, count in terms)
         bound = max(bound, priced - price * options.ranks * rounds)
-    return bound / options.ranks
+    return bound / options.pace
 
 
 # Mixture: under full sharding a plan has so many rounds of each policy, and a round of a fast policy saves at most so
 # much per token that it holds. A free choice for every document would miss that.
 
 
-def mixture_bound(prices: Sequence[DegreePrices], documents: np.ndarray, ranks: int) -> float:
+def mixture_bound(prices: Sequence[DegreePrices], documents: np.ndarray, ranks: int, pace: float) -> float:
     """ns that no plan beats whose rounds, all over the whole cluster, each use one of these policies.
+
+    The memory is that of ``ranks``, the work is done by as much as ``pace`` ranks.
 
     Args:
         documents: int64[n], of each length.
@@ -497,7 +531,7 @@ def mixture_bound(prices: Sequence[DegreePrices], documents: np.ndarray, ranks: 
             if count @ capacity < tokens:
                 continue  # these rounds do not hold the batch
             most = _most_saved(saved, count * capacity, tokens)
-            best = min(best, float((fixed @ count + (slowest @ documents - most) / ranks).max()))
+            best = min(best, float((fixed @ count + (slowest @ documents - most) / pace).max()))
     return min(best, float((MAX_MIXED_ROUNDS + 1) * fixed.min(axis=1).max()))
 
 
@@ -540,6 +574,8 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
     pass, which leaves more memory: `pipelines_bound`.
     """
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    if cost.speeds and (len(stages) > 1 or unshard_times_by_stage(cost, plan.pipelines[0])):
+        return None
     if len(stages) == 1 and not unshard_times_by_stage(cost, plan.pipelines[0]):
         spans = sum(len(group.spans) for entry in plan.pipelines[0].rounds for group in entry.groups)
         if spans > len(plan.documents):

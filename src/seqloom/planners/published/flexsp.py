@@ -141,7 +141,7 @@ def _solve(
     """Step time and rounds for one M; None if a micro-batch has no answer or ``to_beat`` ns stands."""
     random = Random(seed)
     lock_step = problem.cost.shard_group_size == problem.cost.ranks
-    fastest = problem.checkpoint_tables(next(c for c in CHECKPOINTS if c in problem.capacities))
+    fastest = problem.tables_at(next(c for c in CHECKPOINTS if c in problem.capacities))
     floors = [floor_ns(fastest, one.documents, problem.cost.ranks) if lock_step else 0 for one in micro_batches]
     rounds: list[list[GroupPlacement]] = []
     for number, one in enumerate(micro_batches):

@@ -12,7 +12,7 @@ groups: degrees of shapes, ranks of a node or of a shard group, and the tokens t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
@@ -22,8 +22,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.cost.plan_cost import finish_round, join_shard_groups
-from seqloom.layout import Span
-from seqloom.plan import Group
+from seqloom.cost.speeds import RankSpeeds
 from seqloom.planners.loops import NEVER
 
 PROBE = 1 << 16
@@ -50,15 +49,25 @@ class SingleRankPrices:
     cost: CostModel
     policy: MemoryPolicy
 
+    @property
+    def slowness(self) -> float:
+        """Times as long as by the profile that ranks compute on average, weighted by the work that each can do."""
+        return self.ranks / self.speeds.total(self.ranks)
+
     @cached_property
     def tables(self) -> CostTables:
-        """The documents on one rank, whether it holds them or not."""
-        return self.cost.tables(self.lengths, self.policy, (GroupShape(self.cost.tensor, 1),))
+        """The documents on one rank of average speed, whether it holds them or not."""
+        return self.cost.tables(self.lengths, self.policy, (GroupShape(self.cost.tensor, 1),), self.slowness)
 
     @property
     def ranks(self) -> int:
         """That the cost model has."""
         return self.cost.ranks // self.cost.tensor
+
+    @cached_property
+    def speeds(self) -> RankSpeeds:
+        """Of every rank."""
+        return self.cost.speeds.of_blocks(self.cost.tensor)
 
     @property
     def min_rounds(self) -> int:
@@ -83,11 +92,15 @@ class CutPrices(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ZonePrices:
-    """One batch under one policy. Times in ns per rank; ``n`` documents, ``m`` long ones, ``S`` shapes."""
+    """One batch under one policy. Times in ns per rank; ``n`` documents, ``m`` long ones, ``S`` shapes.
+
+    Of ranks of average speed, with the same for every class of ranks that differ in `by_class`.
+    """
 
     cost: CostModel
     policy: MemoryPolicy
     ranks: int
+    speeds: RankSpeeds
     node_size: int  # Ranks of a node
     shard_group_size: int  # Ranks of a shard group
     capacity: int  # Tokens a rank holds in one round
@@ -103,25 +116,43 @@ class ZonePrices:
     ring_ns: np.ndarray  # int64[S, m]: the same with the ring's messages in place of attention; 0 without a ring
     nic_ns: np.ndarray  # int64[S, m]: occupancy of the NIC
     group_ns: np.ndarray  # int64[2, S]: what a group adds to the first two before its first document
+    classes: tuple[ZonePrices, ...] = ()  # the same for each class of ranks, the fastest first; none: all are alike
 
     @classmethod
     def of(cls, single: SingleRankPrices) -> ZonePrices:
         """Price a batch; only documents that may be worth cutting are priced in every shape."""
-        cost, policy, tables = single.cost, single.policy, single.tables
-        whole, capacity = tables.cost[0, 0], tables.capacity
+        cost, tables = single.cost, single.tables
+        whole = tables.cost[0, 0]
         order = np.argsort(-whole, kind="stable")
-        least, tensor = int(whole.sum()) // (single.ranks * single.min_rounds * CUTTABLE_SHARE), cost.tensor
-        long = order[(whole[order] > least) | (tables.tokens[order] > capacity * tensor)]
-        cut = cost.tables(single.lengths[long], policy)
+        least = int(whole.sum()) // (single.ranks * single.min_rounds * CUTTABLE_SHARE)
+        long = order[(whole[order] > least) | (tables.tokens[order] > tables.capacity * cost.tensor)]
+        own = cls._at(single, order, long, tables, single.slowness)
+        if not single.speeds:
+            return own
+        one = (GroupShape(cost.tensor, 1),)
+        of_class = (cost.tables(single.lengths, single.policy, one, each) for each in single.speeds.classes)
+        both = zip(of_class, single.speeds.classes, strict=True)
+        return replace(own, classes=tuple(cls._at(single, order, long, each, slowness) for each, slowness in both))
+
+    @classmethod
+    def _at(
+        cls, single: SingleRankPrices, order: np.ndarray, long: np.ndarray, tables: CostTables, slowness: float
+    ) -> ZonePrices:
+        """Price a batch, and these documents in every shape, on ranks so slow; `tables` are of one such rank."""
+        cost, policy, whole, capacity = single.cost, single.policy, tables.cost[0, 0], tables.capacity
+        tensor, one = cost.tensor, GroupShape(cost.tensor, 1)
+        cut = cost.tables(single.lengths[long], policy, slowness=slowness)
         fits = cut.tokens[None, :] <= cut.degree[:, None] * capacity
         fixed = int(tables.fixed[0, 0])
-        probe = cost.group_cost(Group(tuple(range(tensor)), tensor, 1, (Span(0, 0, PROBE),)), policy)
-        linear = tables.tokens * (probe.linear + probe.routed + probe.head) // PROBE
+        probe = cost.document_ns(cost.padded_lengths(np.array([PROBE])), [(one, cost.aligned_traffic(one))], policy)
+        token = sum(int(probe[name][0, 0]) for name in ("linear", "routed", "head") if name in probe)
+        linear = tables.tokens * round(token * slowness) // PROBE
         hiding = np.maximum(0, whole - linear) if tensor == 1 else np.zeros_like(whole)  # by single ranks only
         return cls(
             cost=cost,
             policy=policy,
             ranks=single.ranks,
+            speeds=single.speeds,
             node_size=cost.node_size // tensor,
             shard_group_size=cost.shard_group_size // tensor,
             capacity=capacity * tensor,
@@ -151,6 +182,20 @@ class ZonePrices:
             cheapest = np.where(degree > 1, total, NEVER).min(axis=0).tolist() if len(total) else []
             found.append(CutPrices(rank_ns, total, np.argsort(total, axis=0, kind="stable"), cheapest))
         return found[0], found[1]
+
+    @cached_property
+    def rank_class(self) -> list[int]:
+        """The class of every rank, of `every_class`."""
+        return self.speeds.class_of_rank.tolist() if self.classes else [0] * self.ranks
+
+    @property
+    def every_class(self) -> tuple[ZonePrices, ...]:
+        """Prices for every class of ranks."""
+        return self.classes or (self,)
+
+    def slowest_of(self, ranks: Ranks) -> int:
+        """The class of a group of these ranks: that of its slowest."""
+        return max(self.rank_class[rank] for rank in ranks) if self.classes else 0
 
     @cached_property
     def tokens_list(self) -> list[int]:
@@ -235,31 +280,18 @@ def _place_cut(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, t
 
 
 def _place_rest(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, target: FillTarget) -> None:
-    """Put documents whole on the least loaded rank with room, or cut those that would end late there."""
-    tokens, whole = prices.tokens_list, prices.whole_ns_list
-    load, tokens_left, column = loads.load, loads.tokens_left, prices.column
+    """Put documents whole on the rank with room where they end first, or cut those that would end late there."""
+    tokens, tokens_left, column = prices.tokens_list, loads.tokens_left, prices.column
     cheapest = prices.cut_prices[target.hidden].cheapest
-    heap = [(load[rank], rank) for rank in range(len(load))]
-    heapify(heap)
-    full: list[tuple[int, int]] = []  # (-tokens left, rank) of ranks without room for the document at hand
+    queues = [_FreeRanks(loads, prices.rank_class, own) for own in range(len(prices.every_class))]
+    whole = [each.whole_ns_list for each in prices.every_class]
+    load = loads.load
     for k in documents:
-        size, time = tokens[k], whole[k]
-        while full and -full[0][0] >= size:
-            held, rank = heappop(full)
-            if -held == tokens_left[rank]:
-                heappush(heap, (load[rank], rank))
-            else:
-                heappush(full, (-tokens_left[rank], rank))
-        while heap:
-            least, rank = heap[0]
-            if tokens_left[rank] < size:
-                heappop(heap)
-                heappush(full, (-tokens_left[rank], rank))
-            elif least != load[rank]:
-                heapreplace(heap, (load[rank], rank))
-            else:
-                break
-        ends = heap[0][0] + time if heap else int(NEVER)
+        size, ends, time, heap = tokens[k], int(NEVER), 0, None
+        for queue, times in zip(queues, whole, strict=True):
+            least = queue.least_loaded(size)
+            if least is not None and least + times[k] < ends:
+                ends, time, heap = least + times[k], times[k], queue.heap
         if ends > target.target and k in column and (k not in target.degrees or not heap):
             most = time + time * target.break_even // 1000 if heap else int(NEVER)
             if cheapest[column[k]] <= most:
@@ -275,6 +307,36 @@ def _place_rest(prices: ZonePrices, documents: Sequence[int], loads: RankLoads, 
         tokens_left[rank] -= size
         loads.whole[rank].append(k)
         heapreplace(heap, (ends, rank))
+
+
+class _FreeRanks:
+    """The ranks of one class by their load, while documents are placed, longest first."""
+
+    def __init__(self, loads: RankLoads, rank_class: Sequence[int], own: int) -> None:
+        self.loads = loads
+        self.heap = [(load, rank) for rank, load in enumerate(loads.load) if rank_class[rank] == own]
+        heapify(self.heap)
+        self.full: list[tuple[int, int]] = []  # (-tokens left, rank) of ranks without room for the document at hand
+
+    def least_loaded(self, size: int) -> int | None:
+        """Bring the least loaded rank that has room for so many tokens to the top; returns its load, None: no rank."""
+        heap, full, load, tokens_left = self.heap, self.full, self.loads.load, self.loads.tokens_left
+        while full and -full[0][0] >= size:
+            held, rank = heappop(full)
+            if -held == tokens_left[rank]:
+                heappush(heap, (load[rank], rank))
+            else:
+                heappush(full, (-tokens_left[rank], rank))
+        while heap:
+            least, rank = heap[0]
+            if tokens_left[rank] < size:
+                heappop(heap)
+                heappush(full, (-tokens_left[rank], rank))
+            elif least != load[rank]:
+                heapreplace(heap, (load[rank], rank))
+            else:
+                return least
+        return None
 
 
 def _cheapest_cut(
@@ -293,6 +355,7 @@ def _cheapest_cut(
     """
     at, size, tensor = prices.column[k], int(prices.tokens[k]), prices.cost.tensor
     priced = prices.cut_prices[target.hidden]
+    by_class = [each.cut_prices[target.hidden].rank_ns[:, at].tolist() for each in prices.every_class]
     rank_ns, total_ns = priced.rank_ns[:, at].tolist(), priced.total_ns[:, at].tolist()
     limit, least = (int(NEVER), target.degrees[k]) if k in target.degrees else (target.limit, 2)
     best: Cut | None = None
@@ -304,23 +367,27 @@ def _cheapest_cut(
             continue
         share = -(-size // (shape.degree * tensor)) * tensor
         # a document that joins a group does not pay the group's own cost again
-        joining = time - int(prices.group_ns[0, s] if target.hidden else prices.group_ns[:, s].min())
-        joined = _best_group(loads, s, share, joining)
+        own_ns = int(prices.group_ns[0, s] if target.hidden else prices.group_ns[:, s].min())
+        joined = _best_group(prices, loads, s, share, [times[s] - own_ns for times in by_class])
         if joined is not None and joined[0] < ends:
-            ends, best = joined[0], Cut(s, joining, share, joined[1])
-        opened = best_ranks(shape, load, tokens_left, share, prices.node_size)
-        if opened is not None and opened[0] + time < ends:
-            ends, best = opened[0] + time, Cut(s, time, share, opened[1])
+            ends, best = joined[0], Cut(s, by_class[prices.slowest_of(joined[1])][s] - own_ns, share, joined[1])
+        for own, times in enumerate(by_class):  # on ranks that are no slower
+            here = load if len(by_class) == 1 else np.where(prices.speeds.class_of_rank <= own, load, NEVER)
+            opened = best_ranks(shape, here, tokens_left, share, prices.node_size)
+            if opened is not None and opened[0] + times[s] < ends:
+                ends, best = opened[0] + times[s], Cut(s, times[s], share, opened[1])
         if ends <= target.target:
             break
     return best
 
 
-def _best_group(loads: RankLoads, s: int, share: int, rank_ns: int) -> tuple[int, Ranks] | None:
-    """The group of this shape, among those there are, that ends first with ``rank_ns`` more: (ns, ranks)."""
+def _best_group(
+    prices: ZonePrices, loads: RankLoads, s: int, share: int, rank_ns: Sequence[int]
+) -> tuple[int, Ranks] | None:
+    """The group of this shape, among those there are, that ends first with ``rank_ns`` more, by class: (ns, ranks)."""
     best: tuple[int, Ranks] | None = None
     for ranks in loads.groups.get(s, ())[:GROUPS_TRIED]:
-        end = max(loads.load[rank] for rank in ranks) + rank_ns
+        end = max(loads.load[rank] for rank in ranks) + rank_ns[prices.slowest_of(ranks)]
         if (best is None or end < best[0]) and min(loads.tokens_left[rank] for rank in ranks) >= share:
             best = (end, ranks)
     return best
@@ -391,10 +458,10 @@ def _sweep(
     given, taken = _shortest(loads, slow), _shortest(loads, fast)
     taken = np.concatenate([np.full((len(fast), 1), -1), taken], axis=1)
     # P pairs, G documents to give, T to take: shifts of time and tokens are int64[P, G, T]
-    shift = prices.whole_ns[given][:, :, None] - np.where(taken < 0, 0, prices.whole_ns[taken])[:, None, :]
+    shift, shift_fast = (_exchanged_ns(prices, ranks, given, taken) for ranks in (slow, fast))
     more = prices.tokens[given][:, :, None] - np.where(taken < 0, 0, prices.tokens[taken])[:, None, :]
     before, after = times[slow], times[fast]
-    later = np.maximum(before[:, None, None] - shift, after[:, None, None] + shift)
+    later = np.maximum(before[:, None, None] - shift, after[:, None, None] + shift_fast)
     barred = (
         (more > tokens_left[fast][:, None, None]) | (-more > tokens_left[slow][:, None, None]) | (given < 0)[:, :, None]
     )
@@ -410,11 +477,20 @@ def _sweep(
         if back >= 0:
             loads.whole[fast[pair]].remove(back)
             loads.whole[slow[pair]].append(back)
-        for rank, sign in ((slow[pair], -1), (fast[pair], 1)):
-            times[rank] += sign * shift[pair, row, at]
-            loads.load[rank] += sign * int(shift[pair, row, at])
+        for rank, sign, ns in ((slow[pair], -1, shift), (fast[pair], 1, shift_fast)):
+            times[rank] += sign * ns[pair, row, at]
+            loads.load[rank] += sign * int(ns[pair, row, at])
             tokens_left[rank] -= sign * more[pair, row, at]
     return bool(gained.any())
+
+
+def _exchanged_ns(prices: ZonePrices, ranks: list[int], given: np.ndarray, taken: np.ndarray) -> np.ndarray:
+    """int64[P, G, T] ns that documents take more on these ranks than others do, int64[P, G] and [P, T]; -1 is none."""
+    if not prices.classes:
+        return prices.whole_ns[given][:, :, None] - np.where(taken < 0, 0, prices.whole_ns[taken])[:, None, :]
+    own = np.stack([each.whole_ns for each in prices.classes])[[prices.rank_class[rank] for rank in ranks]]
+    more, less = np.take_along_axis(own, given, axis=1), np.take_along_axis(own, np.maximum(taken, 0), axis=1)
+    return more[:, :, None] - np.where(taken < 0, 0, less)[:, None, :]
 
 
 def _shortest(loads: RankLoads, ranks: list[int]) -> np.ndarray:
@@ -431,13 +507,18 @@ def rank_times(prices: ZonePrices, loads: RankLoads) -> np.ndarray:
     """
     documents = np.fromiter(chain.from_iterable(loads.whole), np.int64)
     first = np.cumsum([0, *map(len, loads.whole)])
-    busy = np.diff(np.append(0, np.cumsum(prices.whole_ns[documents]))[first])
-    filler = np.diff(np.append(0, np.cumsum(prices.attention_ns[documents]))[first])
+    whole_ns, attention_ns = prices.whole_ns[documents], prices.attention_ns[documents]
+    if prices.classes:
+        own = np.repeat(prices.rank_class, np.diff(first))
+        whole_ns = np.stack([each.whole_ns for each in prices.classes])[own, documents]
+        attention_ns = np.stack([each.attention_ns for each in prices.classes])[own, documents]
+    busy = np.diff(np.append(0, np.cumsum(whole_ns))[first])
+    filler = np.diff(np.append(0, np.cumsum(attention_ns))[first])
     exposed, nic = np.zeros((2, len(loads.load)), np.int64)
     for (members, s), cut in loads.cut.items():
-        columns = [prices.column[k] for k in cut]
-        computing = int(prices.compute_ns[s, columns].sum()) + int(prices.group_ns[0, s])
-        ring = int(prices.ring_ns[s, columns].sum()) + int(prices.group_ns[1, s])
+        columns, own = [prices.column[k] for k in cut], prices.every_class[prices.slowest_of(members)]
+        computing = int(own.compute_ns[s, columns].sum()) + int(own.group_ns[0, s])
+        ring = int(own.ring_ns[s, columns].sum()) + int(own.group_ns[1, s])
         at = list(members)
         busy[at] += computing
         exposed[at] += max(0, ring - computing)
