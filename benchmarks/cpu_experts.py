@@ -52,7 +52,7 @@ QUICK = {"longest": 512, "capacity": 256, "sequences": 8, "steps": 1}
 
 
 class Step(NamedTuple):
-    """A plan and how long its steps take."""
+    """A plan and its cost model."""
 
     plan: Plan
     cost: CostModel
@@ -105,12 +105,11 @@ def rows_of(
                 began = wall_clock()
                 seconds = timers[cost.expert].seconds(plan)
                 times[name].append((1e3 * seconds, 1e3 * (wall_clock() - began)))
-        row = {}
+        row: Row = {}
         for name in names:
             measured, wall = np.median(times[name], axis=0).tolist()
             predicted = predicted_ns(taken[name][number].plan, taken[name][number].cost) / 1e6
-            every = [each for each, _ in times[name]]
-            row[name] = {"measured_ms": measured, "predicted_ms": predicted, "wall_ms": wall, "all_ms": every}
+            row[name] = {"measured_ms": measured, "predicted_ms": predicted, "wall_ms": wall, "all": times[name]}
         rows.append(row)
         say(f"batch {number}, ms: {Report.line(row)}")
     return rows[1:]
@@ -132,7 +131,6 @@ def run(inner: TorchTransport, arguments: argparse.Namespace, say: Say) -> None:
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most; planning")
     taken = plan_all(drawn(arguments, fixed), costs, fixed["longest"], fixed["capacity"])
     timers = {own.expert: StepTimer(own, transport, device, torch.float32, clock=clock.read) for own in costs}
-    say(f"auto has expert degree {taken[AUTO][0].cost.expert}")
     rows = rows_of(taken, timers, time.perf_counter, say)
     if inner.rank == 0:
         figures, checks = judged(rows)

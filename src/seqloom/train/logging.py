@@ -55,6 +55,7 @@ class StepRecord:
     shape: str = ""  # the plan's pipelines, each as tensor degree x stages / ranks: ``2x2/4, 1x1/2 x 2``
     fallback: bool = False  # the planner was late or failed, so that the fallback planner made the plan
     factors: str = ""  # `Factors.digest` of the factors by which the plan was made; "": the profile as it is
+    expert_imbalance: list[float] | None = None  # by layer: tokens at the busiest rank of an EP group over the mean
     mfu: float | None = None  # model FLOPs / (measured_ms x ranks x peak of the device); None: the peak is not known
     memory_allocated_gib: float | None = None  # peak of the fullest rank in the step; None on a CPU
     memory_reserved_gib: float | None = None  # the same with what the allocator holds in reserve

@@ -82,6 +82,7 @@ def test_a_step_is_one_line_with_all_figures(tmp_path):
                 "shape": "",
                 "fallback": False,
                 "factors": "",
+                "expert_imbalance": None,
                 "mfu": 0.4,
                 "memory_allocated_gib": 70.5,
                 "memory_reserved_gib": 75.0,
