@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -60,11 +60,9 @@ class Step(NamedTuple):
 
 def settings(arguments: argparse.Namespace) -> dict[str, int]:
     """What is fixed; with fewer ranks, documents are cut at what all of them hold."""
-    if arguments.quick:
-        return QUICK
-    longest = min(LONGEST, arguments.ranks * CAPACITY)
-    sequences = max(1, SEQUENCES * arguments.ranks // 16)
-    return {"longest": longest, "capacity": CAPACITY, "sequences": sequences, "steps": arguments.steps}
+    longest, sequences = min(LONGEST, arguments.ranks * CAPACITY), max(1, SEQUENCES * arguments.ranks // 16)
+    own = {"longest": longest, "capacity": CAPACITY, "sequences": sequences, "steps": arguments.steps}
+    return QUICK if arguments.quick else own
 
 
 def plan_all(
@@ -93,9 +91,9 @@ def plan_all(
 
 def rows_of(
     taken: dict[str, list[Step]], timers: dict[int, StepTimer], wall_clock: Callable[[], float], say: Say
-) -> list[Row]:
+) -> Iterator[Row]:
     """Run every batch under every side; the first batch warms up."""
-    rows, names = [], list(taken)
+    names = list(taken)
     for number in range(len(taken[AUTO])):
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for repeat in range(REPEATS if number else 1):
@@ -110,9 +108,9 @@ def rows_of(
             measured, wall = np.median(times[name], axis=0).tolist()
             predicted = predicted_ns(taken[name][number].plan, taken[name][number].cost) / 1e6
             row[name] = {"measured_ms": measured, "predicted_ms": predicted, "wall_ms": wall, "all": times[name]}
-        rows.append(row)
         say(f"batch {number}, ms: {Report.line(row)}")
-    return rows[1:]
+        if number:
+            yield row
 
 
 def run(inner: TorchTransport, arguments: argparse.Namespace, say: Say) -> None:
@@ -131,18 +129,21 @@ def run(inner: TorchTransport, arguments: argparse.Namespace, say: Say) -> None:
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most; planning")
     taken = plan_all(drawn(arguments, fixed), costs, fixed["longest"], fixed["capacity"])
     timers = {own.expert: StepTimer(own, transport, device, torch.float32, clock=clock.read) for own in costs}
-    rows = rows_of(taken, timers, time.perf_counter, say)
-    if inner.rank == 0:
+    about = {"fixed": fixed, "model": SIZES | EXPERTS, "link": LINK._asdict(), "profile": asdict(found.profile)}
+    rows: list[Row] = []
+    for row in rows_of(taken, timers, time.perf_counter, say):
+        rows.append(row)
         figures, checks = judged(rows)
-        figures |= {"fixed": fixed, "model": SIZES | EXPERTS, "link": LINK._asdict(), "steps": rows}
-        figures |= {"auto_expert_degree": taken[AUTO][0].cost.expert, "profile": asdict(found.profile)}
-        record.write(arguments.out, __file__, arguments, figures, checks, gpu=False)
+        figures |= about | {"auto_expert_degree": taken[AUTO][0].cost.expert, "steps": rows}
+        if inner.rank == 0:  # a run that is cut off still counts
+            record.write(arguments.out, __file__, arguments, figures, checks, gpu=False)
+    if inner.rank == 0 and rows:
         show_sides(figures, checks)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = rank_options(__doc__, ranks=16, steps=STEPS)
-    parser.add_argument("--fast", action="store_true", help="calibrate with fewer plans: a tenth of the time")
+    parser.add_argument("--fast", action="store_true", help="calibrate with fewer plans")
     start(run, parser.parse_args(argv))
 
 
