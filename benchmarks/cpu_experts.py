@@ -46,8 +46,7 @@ LINK = Link(latency_s=1.2e-3, bytes_per_s=0.8e9)
 SIZES = {"layers": 2, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 2, "kv_heads": 2, "head_dim": 64}
 EXPERTS = {"experts": 16, "active_experts": 2, "expert_ffn": 192}
 REPEATS = 3
-DEGREES = (1, 4, 16)
-"""Expert degrees that are tried."""
+DEGREES = (1, 4, 16)  # of experts
 QUICK = {"longest": 512, "capacity": 256, "sequences": 8, "steps": 1}
 
 
