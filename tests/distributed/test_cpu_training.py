@@ -25,3 +25,16 @@ def test_smallest_mode_writes_a_result(tmp_path):
     for row in figures["steps"][0].values():
         assert row["measured_ms"] > 0 and row["predicted_ms"] > 0
     assert all(trial["measured_ms"] > 0 for trial in figures["calibration"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_smallest_mode_with_experts_writes_a_result(tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(SCRIPT.with_name("cpu_experts.py")), "--quick", "--ranks", "2", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(out.read_text())["figures"]
+    assert set(figures["sides"]) == {"static:2, 1", "auto"} and len(figures["steps"]) == 1
+    for side in figures["steps"][0].values():
+        assert side["measured_ms"] > 0 and side["predicted_ms"] > 0 and side["wall_ms"] > 0

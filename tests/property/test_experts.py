@@ -1,6 +1,6 @@
 """Experts over any ranks never change the result: loss, norm and every gradient of a step are those of one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,13 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from seqloom.dist import bind_single_rank
 from seqloom.engine import bind_plan, run_step
+from seqloom.layout import Span
 from seqloom.models.layer_wrapper import recompute_layers
+from seqloom.models.transformer import MixtureOfExperts
 from seqloom.params.interface import ReplicatedParameters
-from seqloom.plan import Sharding
+from seqloom.plan import Checkpoint, Group, Sharding
 from support.pipelines import pipeline_plans, pipeline_steps
 from support.side_by_side import side_by_side_plans
-from support.steps import Found, Step, divided_experts, step_plans, steps, tiny_spec, with_experts
+from support.steps import Found, Step, divided_experts, one_stage_plan, step_plans, steps, tiny_spec, with_experts
 from support.tiny_models import MIXTURES, VOCABULARY, documents, gradients, targets, tiny_model
 from support.two_layouts import with_linear_layouts
 
@@ -57,6 +60,47 @@ def test_random_pipelines(threads, data):
     plans = data.draw(st.sampled_from((pipeline_plans, side_by_side_plans)))(step)
     plan = data.draw(plans.flatmap(lambda plan: divided_experts(plan, step.spec.experts)))
     assert worst(threads, step, plan) < 1e-9
+
+
+def chosen_experts(step, documents):
+    """By layer, how often each expert is chosen for some documents of a step, in one process."""
+    model, found = step.model(), []
+    for layer in model.model.layers:
+        if isinstance(layer.mlp, MixtureOfExperts):
+            layer.mlp.gate.register_forward_hook(lambda module, inputs, logits: found.append(logits))
+    context = bind_single_rank([step.lengths[each] for each in documents])
+    model(torch.cat([step.documents()[0][each] for each in documents]), context.positions, context)
+    spec = step.spec
+    return [torch.bincount(each.topk(spec.active_experts).indices.view(-1), minlength=spec.experts) for each in found]
+
+
+@pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.FULL])
+def test_a_step_measures_the_busiest_rank_of_its_ep_groups_round_by_round(threads, checkpoint):
+    """Two EP groups, two rounds; a round that is recomputed counts once."""
+    step = Step((9, 30, 4, 17, 12), tiny_spec(layers=3, experts=4, active_experts=2, expert_ffn=6))
+    rounds = [([0], [1, 2]), ([3], [4])]  # by EP group, which is a group for attention too
+    groups = [
+        [
+            Group((2 * k, 2 * k + 1), 2, 1, tuple(Span(each, 0, step.lengths[each]) for each in own))
+            for k, own in enumerate(both)
+        ]
+        for both in rounds
+    ]
+    plan = one_stage_plan(groups, ranks=4, layers=3, checkpoint=checkpoint)
+    [line] = plan.pipelines
+    plan = replace(plan, pipelines=(replace(line, stages=(replace(line.stages[0], expert=2),)),))
+    plan.validate()
+
+    def run(transport):
+        adapter = step.model_adapter()
+        recompute_layers(adapter.layers)
+        parameters = ReplicatedParameters(adapter, transport)
+        return run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid).expert_imbalance
+
+    results = threads(4).run(run, strict=True, family=plan.limits.family)
+    parts = [[each.view(2, 2).sum(1) for each in chosen_experts(step, own)] for both in rounds for own in both]
+    most, total = (sum(torch.stack([of(each) for each in own]) for own in parts) for of in (torch.max, torch.sum))
+    assert set(results) == {tuple((2 * most.double() / total).tolist())}
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from seqloom.planners import make_plan
 from seqloom.simulate import predicted_ns
 
 COST = cost_model("1x4xCPU", "qwen3-0.6b")
-factors_drawn = st.builds(Factors, *[st.floats(0.3, 4.0)] * 5)
+factors_drawn = st.builds(Factors, *[st.floats(0.3, 4.0)] * 5, imbalance=st.just(0.0))
 
 
 def steps_of(factors: Factors, seed: int, count: int = WINDOW, noise: float = 0.0) -> list[Measurement]:
     """Steps of different mixes that take as long as these factors say, but for the noise."""
     random = np.random.default_rng(seed)
-    derivatives, rest = random.uniform(1e6, 1e8, (count, len(factors))), random.uniform(0, 1e7, count)
+    derivatives, rest = random.uniform(1e6, 1e8, (count, 5)), random.uniform(0, 1e7, count)
     return [
-        Measurement(Factors(*row), float(fixed), float(row @ factors + fixed) * (1 + noise * random.normal()))
+        Measurement(Factors(*row), float(fixed), float(row @ factors[:5] + fixed) * (1 + noise * random.normal()))
         for row, fixed in zip(derivatives, rest, strict=True)
     ]
 
@@ -48,7 +48,7 @@ def test_refit_recovers_known_factors_beside_slow_steps(factors, seed, outliers,
 def test_steps_that_are_all_alike_move_all_factors_by_as_much(slower, seed):
     step = steps_of(NO_CHANGE, seed, 1)[0]._replace(rest_ns=0.0)
     found = refit([step._replace(measured_ns=slower * sum(step.derivatives))] * LEAST_STEPS)
-    np.testing.assert_allclose(found, slower, rtol=0.01)
+    np.testing.assert_allclose(found[:5], slower, rtol=0.01)
 
 
 @given(factors_drawn, st.integers(0, 1_000), st.integers(1, WINDOW - 1))
@@ -87,4 +87,28 @@ def test_derivatives_price_a_plan_under_other_factors(own, other, lengths):
 
 
 def test_every_constant_has_a_factor_and_every_factor_a_constant():
-    assert set(FACTOR_OF) == set(CONSTANTS) and set(FACTOR_OF.values()) == set(Factors._fields)
+    assert set(FACTOR_OF) == set(CONSTANTS) and set(FACTOR_OF.values()) == set(Factors._fields[:5])
+
+
+EXPERTS = cost_model("1x8xH200", "qwen3-30b-a3b", expert=8)
+
+
+@settings(max_examples=5)
+@given(st.floats(1.0, 4.0), st.integers(0, 100))
+def test_a_measured_imbalance_of_experts_prices_the_next_plans_and_not_their_memory(measured, seed):
+    lengths = np.random.default_rng(seed).integers(1_000, 30_000, 24)
+    plan, feedback, given_costs = make_plan("static:8", lengths, EXPERTS), Feedback(EXPERTS), FactorCosts(EXPERTS)
+    there = FactorCosts(EXPERTS, Factors(imbalance=measured)).cost
+    took = predicted_ns(plan, there)
+    factors, derivatives = NO_CHANGE.resolved(EXPERTS), given_costs.derivatives(plan, predicted_ns)
+    step = Measurement.of(factors, derivatives, predicted_ns(plan, EXPERTS), took, measured)
+    for _ in range(LEAST_STEPS):
+        feedback.observe(step)
+    if feedback.factors == NO_CHANGE:  # a plan takes about as long
+        assert abs(took / predicted_ns(plan, EXPERTS) - 1) < 0.03
+    else:
+        assert feedback.factors.imbalance == round(measured, 4)
+        assert abs(predicted_ns(plan, FactorCosts(EXPERTS, feedback.factors).cost) / took - 1) < 0.03
+    assert Feedback(EXPERTS, feedback.state_dict()).state_dict() == feedback.state_dict()
+    policy = EXPERTS.policies[0]
+    assert there.capacity(policy) == EXPERTS.capacity(policy)

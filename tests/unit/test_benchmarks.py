@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("bench_*.py"))
@@ -157,3 +158,30 @@ def test_sides_of_experts_have_the_same_flops_and_are_timed(tmp_path):
     result = json.loads(out.read_text())
     assert [check["target"] for check in result["targets"]] == [0.9, 0.9]
     assert [run["part"] for run in result["figures"]["runs"]] == ["products", "products", "layers"]
+
+
+def test_clocks_of_ranks_run_while_they_compute_and_wait_for_what_they_receive():
+    from seqloom.dist import P2PTensor
+    from seqloom.dist.thread_transport import run_ranks
+
+    clocks = importlib.import_module("rank_clocks")
+    clocked = importlib.import_module("clocked_transport")
+
+    def run(inner):
+        clock = clocks.RankClock(clocks.Link(latency_s=10.0, bytes_per_s=8.0))
+        transport = clocked.ClockedTransport(inner, clock)
+        if inner.rank == 0:  # computes for 100 s, and sends 16 and 8 bytes
+            clock.now += 100.0
+            tensors = [torch.ones(2, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+            transport.exchange([P2PTensor(1, tensors[0]), P2PTensor(2, tensors[1])], []).wait()
+        else:
+            received = torch.zeros(3 - inner.rank, dtype=torch.float64)
+            transport.exchange([], [P2PTensor(0, received)]).wait()
+            assert received.tolist() == [1.0] * len(received)
+        alone = clock.read()
+        transport.all_reduce(torch.ones(6, dtype=torch.float64), (0, 1, 2))  # moves 32 bytes, twice
+        return alone, clock.read()
+
+    times = run_ranks(3, run)
+    assert [round(before) for before, _ in times] == [100, 112, 113]  # the second message follows the first
+    assert {round(after) for _, after in times} == {113 + 2 * (10 + 4)}

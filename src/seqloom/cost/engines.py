@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -173,7 +173,9 @@ class AnalyticEngine(CostEngine):
         nics = len(set(cluster.nic_of_gpu)) if tensor == 1 else 1  # tensor parallel stages have no routes
         budget = DEVICE_SHARE * cluster.device.memory_gib if budget_gib is None else budget_gib
         compute = Compute.build(profile, cluster, model, float8=cost.float8, parts=cost.expert * tensor)
-        shared = profile, model, cost.context, shard_ranks, tensor, owners, cost.offload_optimiser
+        imbalance = profile.expert_imbalance if cost.memory_imbalance is None else cost.memory_imbalance
+        held = replace(profile, expert_imbalance=imbalance)
+        shared = held, model, cost.context, shard_ranks, tensor, owners, cost.offload_optimiser
         reduces = (Reduce.ROUND, Reduce.STEP) if shard_ranks > 1 else (Reduce.STEP,)
         checkpoints = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
         return cls(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class Factors(NamedTuple):
     exchange: float = 1.0  # all-to-all and ring messages
     gather: float = 1.0  # parameters gathered, gradients reduced
     overhead: float = 1.0  # host and launch time of a layer, round and step, whatever is in them
+    imbalance: float = 0.0  # no multiple, and measured, not fitted: `expert_imbalance` of the profile; 0: as it is
 
     @property
     def digest(self) -> str:
@@ -69,7 +71,12 @@ class Factors(NamedTuple):
 
     def scale(self, profile: AnalyticProfile) -> AnalyticProfile:
         """Return the profile with its constants multiplied."""
-        return scale_constants(profile, {name: getattr(self, FACTOR_OF[name]) for name in CONSTANTS})
+        scaled = scale_constants(profile, {name: getattr(self, FACTOR_OF[name]) for name in CONSTANTS})
+        return replace(scaled, expert_imbalance=self.imbalance) if self.imbalance else scaled
+
+    def resolved(self, cost: CostModel) -> Factors:
+        """Return these with the imbalance by which they price plans of a cost model."""
+        return self if self.imbalance else self._replace(imbalance=require_analytic(cost.profile).expert_imbalance)
 
 
 NO_CHANGE = Factors()
@@ -106,13 +113,14 @@ class FactorCosts:
 
     @cached_property
     def _changed(self) -> dict[str, CostModel]:
-        own = self.factors._asdict()
-        more = {name: self.factors._replace(**{name: value * (1 + DIFFERENCE)}) for name, value in own.items()}
+        factors = self.factors.resolved(self.profiled)
+        own = {name: value for name, value in factors._asdict().items() if name != "imbalance" or self.cost.expert > 1}
+        more = {name: factors._replace(**{name: value * (1 + DIFFERENCE)}) for name, value in own.items()}
         return {name: _scaled(self._unscaled, factors) for name, factors in more.items()}
 
     def derivatives(self, plan: Plan, price: Callable[[Plan, CostModel], int]) -> Factors:
         """Return ns that the plan takes more for each factor that is larger by 1; `price` predicts a step."""
-        here, own = price(plan, self.cost), self.factors._asdict()
+        here, own = price(plan, self.cost), self.factors.resolved(self.profiled)._asdict()
         found = {name: price(plan, cost) - here for name, cost in self._changed.items()}
         return Factors(**{name: max(0.0, more / (own[name] * DIFFERENCE)) for name, more in found.items()})
 
@@ -123,20 +131,28 @@ def can_refit(cost: CostModel) -> bool:
 
 
 def _scaled(cost: CostModel, factors: Factors) -> CostModel:
-    return cost.with_profile(factors.scale(require_analytic(cost.profile)))
+    """Memory stays that of the profile: a run that fits must not be refused for an imbalance that it has had."""
+    profile = require_analytic(cost.profile)
+    return cost.with_profile(factors.scale(profile), memory_imbalance=profile.expert_imbalance)
 
 
 class Measurement(NamedTuple):
-    """A step that was run: derivatives of its time by every factor, the rest of it, and what it took. ns."""
+    """A step that was run: derivatives of its time by every factor, the rest of it, and what it took. ns.
+
+    `imbalance` is what it has measured of tokens at the busiest rank of an EP group over the mean; 0: nothing.
+    """
 
     derivatives: Factors
     rest_ns: float
     measured_ns: float
+    imbalance: float = 0.0
 
     @classmethod
-    def of(cls, factors: Factors, derivatives: Factors, predicted_ns: float, measured_ns: float) -> Measurement:
-        """Of a step that was planned and predicted by these factors."""
-        return cls(derivatives, predicted_ns - float(np.dot(derivatives, factors)), measured_ns)
+    def of(
+        cls, factors: Factors, derivatives: Factors, predicted_ns: float, measured_ns: float, imbalance: float = 0.0
+    ) -> Measurement:
+        """Of a step that was planned and predicted by these factors, which are `resolved`."""
+        return cls(derivatives, predicted_ns - float(np.dot(derivatives, factors)), measured_ns, imbalance)
 
     def relative_error(self, factors: Factors) -> float:
         """Predicted / measured - 1."""
@@ -148,11 +164,14 @@ def refit(steps: Sequence[Measurement]) -> Factors:
 
     Beside the steps stands what is known before: factors lie around a common one, that of the median step, with
     `PRIOR_SPREAD`. A step says as much against that as the noise of steps lets it, so factors that steps do not tell
-    apart keep the common one.
+    apart keep the common one. The imbalance of experts is the median of what steps have measured.
     """
+    imbalances = [step.imbalance for step in steps if step.imbalance]
+    imbalance = round(float(np.median(imbalances)), 4) if imbalances else 0.0
     times = np.array([step.measured_ns for step in steps])
-    design = np.array([step.derivatives for step in steps]) / times[:, None]
-    target = 1.0 - np.array([step.rest_ns for step in steps]) / times
+    derivatives = np.array([step.derivatives for step in steps]) / times[:, None]
+    design, known = derivatives[:, :-1], derivatives[:, -1] * imbalance
+    target = 1.0 - np.array([step.rest_ns for step in steps]) / times - known
     scaled = design.sum(axis=1)
     if not (scaled > 0).any():
         return NO_CHANGE
@@ -169,7 +188,8 @@ def refit(steps: Sequence[Measurement]) -> Factors:
         root, prior = np.sqrt(weights), noise / PRIOR_SPREAD
         rows = np.concatenate([design * root[:, None], prior / common * np.eye(len(found))])
         found = non_negative_least_squares(rows, np.concatenate([target * root, np.full(len(found), prior)]))
-    return Factors(*(round(min(max(value, LEAST_FACTOR), MOST_FACTOR), 4) for value in found.tolist()))
+    fitted = Factors(*(round(min(max(value, LEAST_FACTOR), MOST_FACTOR), 4) for value in found.tolist()))
+    return fitted._replace(imbalance=imbalance)
 
 
 class Feedback:
@@ -185,6 +205,7 @@ class Feedback:
     def __init__(self, cost: CostModel, state: Mapping[str, Any] | None = None) -> None:
         """Begin with what `state_dict` returned; None, or one of another profile or cluster: with none changed."""
         digest = hashlib.sha256(repr(cost.profile).encode()).hexdigest()[:8]
+        self._cost = cost
         self.about = f"profile {cost.profile.name} ({digest}) on {cost.cluster.name}"
         state = state if state is not None and state["about"] == self.about else {}
         self.factors = Factors(*state.get("factors", ()))
@@ -196,7 +217,7 @@ class Feedback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
-        steps = [[list(step.derivatives), step.rest_ns, step.measured_ns] for step in self._steps]
+        steps = [[list(step.derivatives), *step[1:]] for step in self._steps]
         own = {"factors": list(self.factors), "error": self.error, "seen": self._seen, "steps": steps}
         return {"about": self.about, **own, "speeds": self.speeds.state_dict()}
 
@@ -212,7 +233,7 @@ class Feedback:
         self._seen += 1
         if len(self._steps) < LEAST_STEPS or self._seen % EVERY:
             return ""
-        before, found = self.factors, refit(self._steps)
+        before, found = self.factors.resolved(self._cost), refit(self._steps)
         error_before, error = self._median_error(before), self._median_error(found)
         changes = [abs(each.relative_error(found) - each.relative_error(before)) for each in self._steps]
         if float(np.median(changes)) < ADOPTED_CHANGE or error > ADOPTED_ERROR * error_before:

@@ -87,6 +87,7 @@ class CostModel:
             says that.
         counts_offload: whether capacities count on activations in host memory; see `with_offload`.
         speeds: relative speed of every rank, beside what the cluster says of it; None: all alike. See `speeds`.
+        memory_imbalance: `expert_imbalance` that memory counts on; None: that of the profile, as times do.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class CostModel:
         counts_offload: bool = False,
         expert: int = 1,
         speeds: Sequence[float] | None = None,
+        memory_imbalance: float | None = None,
     ) -> None:
         """Choose the engine of the profile's kind, and drop memory policies that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
@@ -133,9 +135,10 @@ class CostModel:
         self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._options: dict[str, Any] = {"float8": float8, "offload": offload, "offload_optimiser": offload_optimiser}
         self._options |= {"host_gib": host_gib, "counts_offload": counts_offload, "speeds": speeds}
+        self._options["memory_imbalance"] = memory_imbalance
         self.speeds = RankSpeeds.of(self.ranks, self._device_speeds(), cluster.speeds, speeds)
         self.offload, self.offload_optimiser, self.counts_offload = offload, offload_optimiser, counts_offload
-        self.host_bytes = self._host_bytes(host_gib)
+        self.host_bytes, self.memory_imbalance = self._host_bytes(host_gib), memory_imbalance
         self._submeshes: dict[tuple[int, int, int], CostModel] = {(self.ranks, tensor, expert): self}
         self._offloading: CostModel | None = self if counts_offload else None
         sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
@@ -263,11 +266,16 @@ class CostModel:
             whole._submeshes[key] = CostModel(part, self.model, *self._settings, **own)
         return whole._submeshes[key]
 
-    def with_profile(self, profile: AnalyticProfile, sharding: Sharding | None = None) -> CostModel:
-        """The whole cluster with another profile, and with another sharding if one is given, all else equal."""
+    def with_profile(
+        self, profile: AnalyticProfile, sharding: Sharding | None = None, memory_imbalance: float | None = None
+    ) -> CostModel:
+        """The whole cluster with another profile, and with another sharding if one is given, all else equal.
+
+        Memory counts on `memory_imbalance`; None: on that of the profile, as times do.
+        """
         whole = self.cluster_cost
         degrees = {"tensor": whole.tensor, "expert": whole.expert}
-        options: dict[str, Any] = {**degrees, **whole._options}
+        options: dict[str, Any] = {**degrees, **whole._options, "memory_imbalance": memory_imbalance}
         settings = (profile, sharding or whole.sharding, *whole._settings[2:])
         return CostModel(whole.cluster, whole.model, *settings, **options)
 

@@ -57,6 +57,14 @@ class EPGroup:
         rows = torch.argsort(~wanted.reshape(-1), stable=True)[: sum(sends)].remainder(max(tokens, 1))
         return ExpertRoute(self, rows, tokens, sends, receives, sum(pairs for _, pairs in arriving))
 
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return what every rank of the group has, [ranks, ...]; all of them call it with tensors of one shape."""
+        received = own.new_empty((len(self.ranks), *own.shape))
+        sends = [P2PTensor(peer, own) for peer in self.ranks]
+        receives = [P2PTensor(peer, part) for peer, part in zip(self.ranks, received.unbind(), strict=True)]
+        self.transport.exchange(sends, receives).wait()
+        return received
+
     def _exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """Return what every rank of the group sends this one: rows, and (row, expert) pairs; int64[ranks, 2]."""
         received = torch.empty_like(counts)

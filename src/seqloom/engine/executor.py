@@ -77,6 +77,8 @@ class StepResult:
         busy_s, busy_tokens: seconds in which this rank computed losses, of so many tokens, which waits for nobody.
         expert_tokens: int64[layers with experts, experts] tokens of the step that each expert got, on the CPU; None:
             the model has no experts that are counted.
+        expert_imbalance: by layer with experts, pairs of a token and an expert at the busiest rank of an EP group over
+            the mean of the group, of all calls of the layer in the step; (): nothing was sent to experts.
     """
 
     loss: float
@@ -93,6 +95,7 @@ class StepResult:
     expert_tokens: torch.Tensor | None = None
     busy_s: float = 0.0
     busy_tokens: int = 0
+    expert_imbalance: tuple[float, ...] = ()
 
 
 def run_step(
@@ -221,13 +224,14 @@ class _Run:
             self._parameters.finish_gradients()
             norm = self._parameters.gradient_norm().to(self._totals)
             self._reduce_totals()
-            experts = self._expert_tokens()
-        numbers = _start_copy_to_host(torch.cat((self._totals, norm[None], experts.to(self._totals).view(-1))))
+            experts, busiest = self._expert_loads()
+        counts = (each.to(self._totals).view(-1) for each in (busiest, experts))
+        numbers = _start_copy_to_host(torch.cat((self._totals, norm[None], *counts)))
         self._timer.stop()
         if max_norm is not None:  # not waited for: the GPU is busy while the host goes on to the optimiser
             scale_gradients(self._parameters, (max_norm / norm).clamp(max=1.0))
         seconds = self._timer.seconds()
-        total, counted, norm_found = numbers[:3].tolist()
+        (total, counted, norm_found), most = numbers[:3].tolist(), numbers[3 : 3 + busiest.numel()].view(-1, 2)
         return StepResult(
             self._mean_loss(total, counted),
             norm_found,
@@ -240,9 +244,10 @@ class _Run:
             messages_s=seconds[MESSAGES],
             rows_s=seconds[ROWS],
             slices=self._timer.slices(),
-            expert_tokens=numbers[3:].long().view(experts.shape) if experts.numel() else None,
+            expert_tokens=numbers[3 + busiest.numel() :].long().view(experts.shape) if experts.numel() else None,
             busy_s=self._busy.seconds(),
             busy_tokens=self._busy.tokens,
+            expert_imbalance=tuple(most[:, 0].div(most[:, 1]).tolist()) if most.numel() and most.all() else (),
         )
 
     @property
@@ -259,14 +264,16 @@ class _Run:
         transport = self._rank_plan.transport
         transport.all_reduce(self._totals, tuple(range(transport.ranks)))
 
-    def _expert_tokens(self) -> torch.Tensor:
-        """Return the tokens of every expert in the step, over all ranks; empty where none are counted."""
+    def _expert_loads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `ExpertLoad.stop` does, over all ranks; both empty where nothing is counted."""
         load, transport = self._parameters.expert_load, self._rank_plan.transport
         if load is None:
-            return torch.empty(0, dtype=torch.int64, device=self._rank_plan.device)
-        counts = load.stop()
+            nothing = torch.empty(0, dtype=torch.int64, device=self._rank_plan.device)
+            return nothing, nothing
+        experts, busiest = load.stop()
+        counts = torch.cat((experts.view(-1), busiest.view(-1)))
         transport.all_reduce(counts, tuple(range(transport.ranks)))
-        return counts
+        return counts[: experts.numel()].view_as(experts), counts[experts.numel() :].view_as(busiest)
 
     def _mean_loss(self, total: float, counted: float) -> float:
         """Divide by the valid labels; refuse a step with another number of them than announced."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +48,15 @@ class ExpertRange(NamedTuple):
         ep_group: with which it exchanges tokens; None: it has the tokens of all its experts.
         load: int64[count + 1], to which the tokens of this rank add how often each expert was chosen; the last is for
             numbers that no expert has. None: they are not counted.
+        arrived: called with the pairs of a row and an expert that this rank computes, of all ranks of the EP group.
+            None: they are not counted.
     """
 
     count: int
     own: range
     ep_group: EPGroup | None = None
     load: torch.Tensor | None = None
+    arrived: Callable[[int], None] | None = None
 
     @classmethod
     def of(cls, count: int, context: Context) -> ExpertRange:
@@ -94,17 +98,47 @@ class ExpertLoad:
         self.layers, self.experts = layers, experts
         self._counts: torch.Tensor | None = None
         self._seen: set[tuple[int, int]] = set()
+        self._pairs: dict[tuple[int, int], int] = {}
+        self._ep_group: EPGroup | None = None
 
     def start(self, device: torch.device) -> None:
         """Count from now on, for a new step."""
         self._counts = torch.zeros((self.layers, self.experts + 1), dtype=torch.int64, device=device)
         self._seen.clear()
+        self._pairs.clear()
 
-    def stop(self) -> torch.Tensor:
-        """Return what was counted on this rank since `start`, int64[layers, experts], and count no more."""
+    def stop(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what was counted since `start`, to be added up over ranks, and count no more.
+
+        Returns:
+            int64[layers, experts]: tokens of this rank that chose an expert; int64[layers, 2]: of this rank's EP group,
+            on its first rank, pairs at the busiest rank of every call times the ranks, and pairs at all of them.
+        """
         assert self._counts is not None
         counts, self._counts = self._counts[:, :-1], None
-        return counts.contiguous()
+        return counts.contiguous(), self._busiest(counts.device)
+
+    def _busiest(self, device: torch.device) -> torch.Tensor:
+        """Ranks of an EP group tell each other, once in a step, what each had to compute in every call of a layer."""
+        found, group = torch.zeros((self.layers, 2), dtype=torch.int64, device=device), self._ep_group
+        if group is None or not self._pairs:
+            return found
+        own = torch.tensor([*self._pairs.values()], device=device)
+        every = group.gather(own)
+        if group.index == 0:
+            sums = torch.stack((len(group.ranks) * every.amax(dim=0), every.sum(dim=0)), dim=1)
+            found.index_add_(0, torch.tensor([layer for layer, _ in self._pairs], device=device), sums)
+        return found
+
+    def arrivals_of_call(self, layer: int, context: Context) -> Callable[[int], None] | None:
+        """Return what counts the pairs that arrive in a call of a layer; all ranks of an EP group make the same calls.
+
+        A recomputed layer has the same pairs again.
+        """
+        if self._counts is None or context.ep_group is None:
+            return None
+        self._ep_group = context.ep_group
+        return partial(self._pairs.__setitem__, (layer, id(context.work)))
 
     def of_call(self, layer: int, count: int, context: Context) -> torch.Tensor | None:
         """Return where a call of a layer counts, int64[count + 1]; None: nowhere.
@@ -169,7 +203,8 @@ class ExpertScope:
     def __call__(self, context: Context) -> Iterator[None]:
         """Set what a call with a context computes."""
         for number, module, count in self.modules:
-            own = ExpertRange.of(count, context)._replace(load=self.load.of_call(number, count, context))
+            load, arrived = self.load.of_call(number, count, context), self.load.arrivals_of_call(number, context)
+            own = ExpertRange.of(count, context)._replace(load=load, arrived=arrived)
             module.expert_range = own  # pyrefly: ignore[bad-argument-type]
         try:
             yield
@@ -198,6 +233,8 @@ def run_experts(
         pairs = chosen.numel() if len(experts.own) == experts.count else None
         return _own_pairs(x, chosen, weights, experts.own, compute, pairs)
     route = group.route(chosen, experts.count)
+    if experts.arrived is not None:
+        experts.arrived(route.pairs)
     rows, of_rows, by = route.to_experts(x, weights, chosen.to(torch.int32)).wait()
     summed = _own_pairs(rows, by, of_rows, experts.own, compute, route.pairs)
     return route.to_tokens(summed).wait()[0]

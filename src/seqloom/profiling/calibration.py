@@ -78,6 +78,8 @@ TINY, SHORT = 64, 256
 PIECES = 16
 """Pieces of a document on one rank: they separate the cost of a piece from that of the tokens before it."""
 
+Clock = Callable[[], float]
+"""Seconds since some moment, on this rank."""
 Report = Callable[[str], None]
 Send = Callable[[torch.Tensor], None]
 
@@ -85,14 +87,21 @@ Send = Callable[[torch.Tensor], None]
 class Calibrator:
     """One of the ranks that measure a profile together."""
 
-    def __init__(self, cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        transport: Transport,
+        device: torch.device,
+        dtype: torch.dtype,
+        clock: Clock = time.perf_counter,
+    ) -> None:
         """Measure for the model, sharding and capacity of `cost`; its profile gives the constants that are no times.
 
         Layers compute in `dtype`; parameters are float32.
         """
         self.cost, self.given, self.transport = cost, require_analytic(cost.profile), transport
-        self.device, self.dtype = device, dtype
-        self.timer = StepTimer(cost, transport, device, dtype)
+        self.device, self.dtype, self.clock = device, dtype, clock
+        self.timer = StepTimer(cost, transport, device, dtype, clock=clock)
         self._links = "network" if cost.cluster.nodes > 1 else "intra"
 
     def calibrate(
@@ -103,6 +112,7 @@ class Calibrator:
         widest: int | None = None,
         stages: int = 1,
         quick: bool = False,
+        experts: Sequence[int] = (),
     ) -> Calibration:
         """Measure and fit; all ranks call it and get the same.
 
@@ -112,13 +122,17 @@ class Calibrator:
             widest: ranks of the largest group that is tried; None: all.
             stages: of the pipeline by which handovers are measured; 1: they are not.
             quick: try fewer plans, less often, and no documents in pieces; a tenth of the time, twice the error.
+            experts: expert degrees that are tried beside that of the cost model; each takes a model of its own.
         """
         report("kernels, matrix products, messages")
         lengths = KERNEL_LENGTHS[self.device.type]
         start = self._measure_start([each for each in lengths if not quick or each <= max(longest, lengths[2])])
         cost = self.cost
         plans = {plan.hash: plan for plan in trial_plans(cost, longest, widest, quick=quick)}  # small ranks: some alike
-        trials = self._time_trials([*plans.values()], report, QUICK_TURNS if quick else TURNS)
+        turns = QUICK_TURNS if quick else TURNS
+        trials = self._time_trials([*plans.values()], report, turns)
+        for degree in experts:
+            trials += self._time_expert_degree(cost.with_expert(degree), report, turns)
         known = ["matmul", "attention", "tile", "document"]
         if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only the exposed rest counts
             known.append(f"{self._links}.collective.bytes")
@@ -149,15 +163,30 @@ class Calibrator:
         sources = profile.sources | {"alone": source}
         return replace(profile, solo_time_ratio=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
 
-    def _time_trials(self, plans: Sequence[Plan], report: Report, turns: int) -> list[Trial]:
+    def _time_expert_degree(self, cost: CostModel, report: Report, turns: int) -> list[Trial]:
+        """Time documents on one rank each, from next to nothing to full ranks, with another expert degree."""
+        report(f"expert degree {cost.expert}")
+        policy = next(policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE)
+        tokens = cost.capacity(policy)
+        loads = (GroupLoad(1, TINY), GroupLoad(max(1, tokens // 2 // SHORT), min(SHORT, tokens)), GroupLoad(1, tokens))
+        plans = {
+            each.hash: each for each in (equal_groups_plan(cost, GroupShape(1, 1), load, policy) for load in loads)
+        }
+        timer = StepTimer(cost, self.transport, self.device, self.dtype, clock=self.clock)
+        return self._time_trials([*plans.values()], report, turns, timer)
+
+    def _time_trials(
+        self, plans: Sequence[Plan], report: Report, turns: int, timer: StepTimer | None = None
+    ) -> list[Trial]:
         """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""
+        timer = timer or self.timer
         seconds = [inf] * len(plans)
         for turn in range(turns):
             for number, plan in enumerate(plans):
                 if turn == 0:
                     report(f"trial {number + 1} of {len(plans)}: {describe_trial(plan)}")
                 repeats = turns if turn and seconds[number] <= SHORT_STEP_S else 1
-                seconds[number] = min(seconds[number], *(self.timer.seconds(plan) for _ in range(repeats)))
+                seconds[number] = min(seconds[number], *(timer.seconds(plan) for _ in range(repeats)))
             if turn + 1 < turns:
                 report(f"all trials again, turn {turn + 2} of {turns}")
         return [Trial(plan, 1e9 * fastest) for plan, fastest in zip(plans, seconds, strict=True)]
@@ -167,7 +196,7 @@ class Calibrator:
         spec = self.cost.model
         kernels = self._kernel_times(lengths)
         changes: dict[str, Any] = {
-            "matmul_tflops": self._mean(matmul_tflops(spec, self.device, self.dtype)),
+            "matmul_tflops": self._mean(matmul_tflops(spec, self.device, self.dtype, self.clock)),
             "attention": _curve(kernels.causal, spec, 1.0),
             "tile": _curve(kernels.full, spec, 2.0),
             "document_us": max(1, sum(kernels.causal[0][1:])) / 1e3,
@@ -196,7 +225,7 @@ class Calibrator:
         spec = self.cost.model
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
         self._mean(0.0)  # all ranks begin together
-        settings = TimingSettings(tuple(lengths), max(lengths), repeats=2)
+        settings = TimingSettings(tuple(lengths), max(lengths), repeats=2, clock=self.clock)
         [times] = time_kernels([default_dispatcher(self.device)], shape, settings).times
 
         def mean(point: TimePoint) -> TimePoint:
@@ -229,10 +258,10 @@ class Calibrator:
         times = []
         for _ in range(2 * REPEATS):
             self._mean(0.0)  # all ranks begin together
-            begin = time.perf_counter()
+            begin = self.clock()
             send(message)
             synchronize(self.device)
-            times.append(self._mean(time.perf_counter() - begin))
+            times.append(self._mean(self.clock() - begin))
         return statistics.median(times)
 
     def _all_gather(self, message: torch.Tensor) -> None:
@@ -250,18 +279,18 @@ class Calibrator:
         return float(gather_values([value], self.transport, self.device).mean())
 
 
-def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> float:
+def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> float:
     """TFLOP/s of this rank on the matrix products of a layer, forward and backward."""
     flops = seconds = 0.0
     for before, after in [(spec.hidden, spec.heads * spec.head_dim), (spec.hidden, spec.ffn), (spec.ffn, spec.hidden)]:
         sizes = ((MATMUL_TOKENS, before), (after, before), (MATMUL_TOKENS, after))
         x, weight, gradient = (torch.randn(size, device=device).to(dtype) for size in sizes)
         for repeat in range(REPEATS + 1):
-            begin = time.perf_counter()
+            begin = clock()
             _ = x @ weight.T, gradient @ weight, gradient.T @ x
             synchronize(device)
             if repeat:
-                seconds += time.perf_counter() - begin
+                seconds += clock() - begin
                 flops += 6.0 * MATMUL_TOKENS * before * after
     return flops / seconds / 1e12
 
@@ -316,12 +345,14 @@ class StepTimer:
         device: torch.device,
         dtype: torch.dtype,
         stages: Sequence[Stage] = (),
+        clock: Clock = time.perf_counter,
     ) -> None:
         """Build the reference model of the cost model's spec, sharded as plans say; all ranks take part.
 
         `stages` are those of all plans that are timed; none or one: no pipeline. Under free sharding any plan is timed.
         """
         self._vocabulary, self._transport, self._device = cost.model.vocabulary, transport, device
+        self._clock = clock
         adapter = ModelAdapter.of(Transformer(cost.model, dtype=torch.float32, device=device))
         adapter = prepare_layers(adapter, split_backward=len(stages) > 1 or cost.sharding == Sharding.FREE)
         compute_dtype = None if dtype == torch.float32 else dtype
@@ -337,12 +368,12 @@ class StepTimer:
     def seconds(self, plan: Plan) -> float:
         """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
         self.slowest(0.0)  # all ranks begin together
-        begin = time.perf_counter()
+        begin = self._clock()
         self.last_result = self.gradients(self.bind(plan))
         self._optimiser.step()
         self._parameters.zero_grad()
         synchronize(self._device)
-        return self.slowest(time.perf_counter() - begin)
+        return self.slowest(self._clock() - begin)
 
     def slowest(self, seconds: float) -> float:
         """Return the most seconds of any rank; ranks wait for each other here."""

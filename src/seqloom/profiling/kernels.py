@@ -32,6 +32,7 @@ class TimingSettings(NamedTuple):
     lengths: tuple[int, ...]  # of documents, ascending
     tokens: int  # of a pack; documents of one length fill it, at least one
     repeats: int  # timed runs, after two that are not counted; at least 2, fewer where they would take long
+    clock: Callable[[], float] = time.perf_counter  # of the host, seconds
 
 
 def time_kernels(
@@ -54,25 +55,25 @@ def _time_copies(shape: AttentionShape, settings: TimingSettings) -> float:
     start = np.arange(0, max(settings.tokens, 2 * length), 2 * length)
     rows, (buffer, _) = device_rows(start, start + length, shape.device), shape.zeros(int(start[-1]) + length)
     copied = 2 * buffer[rows].nbytes
-    return copied / _median_ns(lambda: buffer[rows], shape.device, settings.repeats)
+    return copied / _median_ns(lambda: buffer[rows], shape.device, settings)
 
 
 def _time_kernel(kernel: Kernel, shape: AttentionShape, settings: TimingSettings, report: Report | None) -> KernelTimes:
-    empty_calls = {causal: _time_pack(kernel, shape, SMALLEST, 1, causal, settings.repeats) for causal in (True, False)}
+    empty_calls = {causal: _time_pack(kernel, shape, SMALLEST, 1, causal, settings) for causal in (True, False)}
     curves: dict[bool, list[TimePoint]] = {True: [], False: []}
     for causal, points in curves.items():
         for length in settings.lengths:
             if report is not None:
                 report(kernel.capabilities.name, length)
             documents = max(1, settings.tokens // length)
-            pack = _time_pack(kernel, shape, length, documents, causal, settings.repeats)
+            pack = _time_pack(kernel, shape, length, documents, causal, settings)
             pairs = zip(pack, empty_calls[causal], strict=True)
             points.append(TimePoint(length, *(max(0, round((ns - empty) / documents)) for ns, empty in pairs)))
     return KernelTimes(kernel.capabilities.name, *empty_calls[True], tuple(curves[True]), tuple(curves[False]))
 
 
 def _time_pack(
-    kernel: Kernel, shape: AttentionShape, length: int, documents: int, causal: bool, repeats: int
+    kernel: Kernel, shape: AttentionShape, length: int, documents: int, causal: bool, settings: TimingSettings
 ) -> tuple[int, int]:
     """Return the nanoseconds, forward and backward, of documents of one length."""
     segments = Segments.packed([length] * documents, causal=causal)
@@ -85,28 +86,28 @@ def _time_pack(
 
     q, k, v, dout = draw(shape.heads), draw(shape.kv_heads), draw(shape.kv_heads), draw(shape.heads)
     out, lse = prepared.forward(q, k, v)
-    forward = _median_ns(lambda: prepared.forward(q, k, v), shape.device, repeats)
-    backward = _median_ns(lambda: prepared.backward(dout, Saved(q, k, v, out, lse)), shape.device, repeats)
+    forward = _median_ns(lambda: prepared.forward(q, k, v), shape.device, settings)
+    backward = _median_ns(lambda: prepared.backward(dout, Saved(q, k, v, out, lse)), shape.device, settings)
     return forward, backward
 
 
-def _median_ns(run: Callable[[], object], device: torch.device, repeats: int) -> int:
+def _median_ns(run: Callable[[], object], device: torch.device, settings: TimingSettings) -> int:
     """Return the median time of a run. The first one, which may compile, and the second, a trial, do not count."""
     run()
-    trial = _host_ns(run, device)
-    repeats = int(min(repeats, max(2, MOST_NS // max(1, trial))))
+    trial = _host_ns(run, device, settings.clock)
+    repeats = int(min(settings.repeats, max(2, MOST_NS // max(1, trial))))
     if device.type == "cuda":
         return _median_event_ns(run, device, repeats)
-    return round(statistics.median(_host_ns(run, device) for _ in range(repeats)))
+    return round(statistics.median(_host_ns(run, device, settings.clock) for _ in range(repeats)))
 
 
-def _host_ns(run: Callable[[], object], device: torch.device) -> int:
-    """Return the time of one run on the host's clock, until the device is done."""
+def _host_ns(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> int:
+    """Return the time of one run on a clock of the host, until the device is done."""
     synchronize(device)
-    begin = time.perf_counter_ns()
+    begin = clock()
     run()
     synchronize(device)
-    return time.perf_counter_ns() - begin
+    return round(1e9 * (clock() - begin))
 
 
 def _median_event_ns(run: Callable[[], object], device: torch.device, repeats: int) -> int:

@@ -56,6 +56,7 @@ class StepRecord:
     fallback: bool = False  # the planner was late or failed, so that the fallback planner made the plan
     factors: str = ""  # `Factors.digest` of the factors by which the plan was made; "": the profile as it is
     slowest: float | None = None  # learned speed of the slowest rank, relative to the median rank; None: all are alike
+    expert_imbalance: list[float] | None = None  # by layer: tokens at the busiest rank of an EP group over the mean
     mfu: float | None = None  # model FLOPs / (measured_ms x ranks x peak of the device); None: the peak is not known
     memory_allocated_gib: float | None = None  # peak of the fullest rank in the step; None on a CPU
     memory_reserved_gib: float | None = None  # the same with what the allocator holds in reserve

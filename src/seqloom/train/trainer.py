@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from statistics import fmean
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -340,8 +341,10 @@ class Trainer(AbstractContextManager):
         """
         if self.feedback is None or step_plan.factor_ns is None:
             return ""
-        factors, derivatives = Factors(*step_plan.factors), Factors(*step_plan.factor_ns)
-        measured = Measurement.of(factors, derivatives, step_plan.predicted_ns, 1e6 * record.measured_ms)
+        factors = Factors(*step_plan.factors).resolved(self.setup.cost)
+        derivatives, imbalances = Factors(*step_plan.factor_ns), record.expert_imbalance or [0.0]
+        times = step_plan.predicted_ns, 1e6 * record.measured_ms
+        measured = Measurement.of(factors, derivatives, *times, imbalance=fmean(imbalances))
         drift = self.feedback.observe(measured, self._busy)
         self._use_feedback()
         return drift
@@ -410,6 +413,7 @@ class Trainer(AbstractContextManager):
             tokens=batch.tokens,
             lr=rate,
             grad_norm=result.gradient_norm,
+            expert_imbalance=[round(each, 4) for each in result.expert_imbalance] or None,
             predicted_ms=step_plan.predicted_ns / 1e6,
             planner_wait_ms=step_plan.wait_ns / 1e6,
             gap_to_bound=step_plan.predicted_ns / bound_ns - 1 if bound_ns else None,

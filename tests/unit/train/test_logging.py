@@ -83,6 +83,7 @@ def test_a_step_is_one_line_with_all_figures(tmp_path):
                 "fallback": False,
                 "factors": "",
                 "slowest": None,
+                "expert_imbalance": None,
                 "mfu": 0.4,
                 "memory_allocated_gib": 70.5,
                 "memory_reserved_gib": 75.0,
