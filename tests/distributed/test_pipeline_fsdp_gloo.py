@@ -25,7 +25,7 @@ from seqloom.train.optim import make_optimiser, state_by_name
 from seqloom.train.run_folder import Manifest, latest_checkpoint
 from support.held_memory import waiting_units
 from support.scheduled import fixed_step
-from support.steps import Found, Step, tiny_spec
+from support.steps import Found, Step, in_tp_groups, tiny_spec
 from support.tiny_models import randomised, tiny_model
 
 torch.set_num_threads(1)
@@ -203,6 +203,24 @@ def run_mixture(transport, step, plan, folder):
         same &= collected.keys() == whole.keys() and all(torch.equal(each, whole[k]) for k, each in collected.items())
     rows = {name: len(each.to_local()) for name, each in values.master_weights().items() if "experts" in name}
     return found, same, rows
+
+
+@pytest.mark.parametrize(
+    ("sharding", "tensor"),
+    [(Sharding.FULL, 2), *(pytest.param(each, 2, marks=pytest.mark.slow) for each in (Sharding.NONE, Sharding.HYBRID))],
+)
+def test_tp_groups_of_stages_divide_their_weights(gloo_pool, tmp_path, sharding, tensor):
+    """Documents in pieces and backwards in halves; a checkpoint loads where nothing is divided."""
+    step, plan = fixed_step("seq1f1b-zb", 2, 4 // tensor, (2, 1, 3))
+    spec = replace(step.spec, heads=step.spec.heads * tensor, kv_heads=step.spec.kv_heads * tensor)
+    spec = replace(spec, experts=8, active_experts=3, expert_ffn=6, moe_layers=(0, 2))
+    step = replace(step, spec=spec)
+    plan = in_tp_groups(replace(plan, sharding=sharding), tensor)
+    results = gloo_pool.run(run_mixture, step, plan, tmp_path, ranks=RANKS)
+    wanted, shards = step.alone(), {Sharding.FULL: 4, Sharding.HYBRID: 4}.get(sharding, tensor)
+    assert max(found.worst(wanted) for found, _, _ in results) < 1e-9
+    assert all(same and set(rows.values()) == {8 // shards} for _, same, rows in results if rows)
+    assert len({found.norm for found, _, _ in results}) == 1
 
 
 @pytest.mark.parametrize(("sharding", "expert"), [(Sharding.FULL, 2), (Sharding.NONE, 4), (Sharding.HYBRID, 2)])

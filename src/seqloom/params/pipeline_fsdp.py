@@ -8,7 +8,8 @@ The ranks form a mesh, pp ranks x replicas x shards. Four stages on 16 ranks, hy
 Once per step the ranks of a stage gather its parameters, unsharded gradients add up over all microbatches, then
 `reduce` sums them along a row, both beside the layers of other stages, and `finish_gradients` over the rows. A tied
 embedding is on the first and on the last stage: its gradients are summed over both, so both keep the same values.
-Experts that an EP group divides are cut by expert first, as `params.fsdp` says.
+Experts that an EP group divides are cut by expert first, and weights that a TP group divides into slices, as
+`params.fsdp` says.
 
 torch's FSDP2 does not serve here: it reduces gradients in the hooks of a backward, but weight gradients of a split
 backward (W) come after the last one, when only private methods of FSDP2 could start the reduction.
@@ -25,9 +26,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from itertools import product
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +45,7 @@ from seqloom.dist.torch_transport import flat_collective, new_group
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
-from seqloom.params.fsdp import EXPERT, REPLICA, SHARD, backend_of, new_mesh
+from seqloom.params.fsdp import EXPERT, REPLICA, SHARD, TENSOR, backend_of, new_mesh
 from seqloom.params.host_masters import device_shard, host_copy, host_master
 from seqloom.params.interface import (
     Parameters,
@@ -53,6 +55,7 @@ from seqloom.params.interface import (
     buckets,
     check_expert_degree,
     check_job,
+    check_tensor_degree,
     device_of,
     fill_missing_gradients,
     full_tensor,
@@ -70,9 +73,19 @@ from seqloom.params.placement import (
     parameters_of_stages,
     replace_parameters,
 )
+from seqloom.params.tp_slices import TPSlice, tp_slices
 from seqloom.plan import LayerRange, Plan
+from seqloom.plan.parameter_layout import ROWS
 
 PP_RANK = "pp_rank"
+
+
+class Kind(StrEnum):
+    """By which ranks a parameter is sharded."""
+
+    WHOLE = "whole"  # all of a shard group
+    DIVIDED = "divided"  # those with the same experts, or the same slice of a weight
+    REPLICATED = "replicated"  # those with the same slices, of a parameter that no TP group divides
 
 
 class PipelineFSDP(Parameters):
@@ -113,12 +126,13 @@ class PipelineFSDP(Parameters):
         super().__init__(adapter, param_dtype or parameters[0].dtype, device, chunk, HeadGradients())
         del parameters
         self._mesh = new_mesh(device, ranks, (PP_RANK, REPLICA, SHARD))
-        self._expert, self._ep_mesh, experts = placement.expert, self._mesh, set[str]()
+        self._expert, self._tensor, self._divided_mesh = placement.expert, placement.tensor, self._mesh
         adapter.check_expert_degree(self._expert)
-        if self._expert > 1:
-            axes = (PP_RANK, REPLICA, EXPERT, SHARD)
-            self._ep_mesh = new_mesh(device, placement.expert_mesh(transport.ranks).contiguous(), axes)
-            experts = {*adapter.expert_parameters}
+        self._part = TENSOR if self._tensor > 1 else EXPERT  # axis of the mesh of divided parameters
+        if self._expert * self._tensor > 1:
+            axes = (PP_RANK, REPLICA, self._part, SHARD)
+            self._divided_mesh = new_mesh(device, placement.divided_mesh(transport.ranks).contiguous(), axes)
+        cuts = self._cuts(adapter)
         self._holders = {
             name: [index for index, names in enumerate(by_pp_rank) if name in names]
             for name, _ in adapter.module.named_parameters()
@@ -127,10 +141,13 @@ class PipelineFSDP(Parameters):
         drop_other_stages(adapter, self._stages)
         self._sharded: dict[str, ShardedParameter] = {}
         for name, parameter in held.items():
-            mesh = self._ep_mesh[EXPERT, SHARD] if name in experts else self._mesh[SHARD]
+            kind, cut = cuts.get(name, (Kind.WHOLE, None))
+            mesh = self._mesh if kind == Kind.WHOLE else self._divided_mesh
+            mesh = mesh[self._part, SHARD] if kind == Kind.DIVIDED else mesh[SHARD]
             read = partial(adapter.read_rows, name, parameter)
+            place = ShardPlace(kind, cut, mesh)
             self._sharded[name] = ShardedParameter.of(
-                parameter, read, mesh, param_dtype, offload_master=offload_optimiser
+                parameter, read, place, param_dtype, offload_master=offload_optimiser
             )
             parameter.data = parameter.data.new_empty(0)  # so that unsharded values exist one parameter at a time
         replace_parameters(adapter.module, {id(held[name]): each.copy for name, each in self._sharded.items()})
@@ -141,16 +158,29 @@ class PipelineFSDP(Parameters):
         self._gathered: dict[LayerRange, torch.Event] = {}  # when the gather of a stage is done, before its first use
         self._unreduced: set[LayerRange] = set()  # have run since the last reduction
 
+    def _cuts(self, adapter: ModelAdapter) -> dict[str, tuple[Kind, TPSlice | None]]:
+        """Return how parameters are sharded that not all ranks of a shard group share, by name."""
+        if self._expert > 1:
+            return {name: (Kind.DIVIDED, None) for name in adapter.expert_parameters}
+        if self._tensor == 1:
+            return {}
+        index = self._divided_mesh.get_local_rank(TENSOR)
+        slices = tp_slices(adapter, adapter.layers, index, self._tensor)
+        names = {id(parameter): name for name, parameter in adapter.module.named_parameters()}
+        every = (names[id(each)] for layer in adapter.layers for each in layer.parameters())
+        return {name: (Kind.DIVIDED if name in slices else Kind.REPLICATED, slices.get(name)) for name in every}
+
     @property
     def shard_ranks(self) -> tuple[int, ...]:
         """See `Parameters.shard_ranks`. Ranks that divide experts run the same rounds in any case."""
-        axes = (SHARD,) if self._expert == 1 else (EXPERT, SHARD)
-        return tuple(sorted(self._ep_mesh[axes].mesh.flatten().tolist()))
+        mesh = self._mesh[SHARD] if self._expert == 1 else self._divided_mesh[EXPERT, SHARD]
+        return tuple(sorted(mesh.mesh.flatten().tolist()))
 
     def prefetch(self, plan: Plan) -> None:
-        """Refuse a plan that divides experts in another way."""
+        """Refuse a plan that divides experts or weights in another way."""
         super().prefetch(plan)
         check_expert_degree(plan, self._expert)
+        check_tensor_degree(plan, self._tensor)
 
     def unshard(self, layers: LayerRange) -> None:
         """See `Parameters.unshard`."""
@@ -212,11 +242,13 @@ class PipelineFSDP(Parameters):
         if stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)
         shards = self.device_shards()
-        for mesh, divided in ((self._mesh, False), (self._ep_mesh, True)):
-            own = [each for name, each in shards.items() if self._sharded[name].divided == divided]
-            if own and mesh[REPLICA].size() > 1:
-                group = mesh.get_group(REPLICA)
-                all_reduce_gradients(own, lambda flat, group=group: dist.all_reduce(flat, group=group))
+        for kind in Kind:
+            own = [each for name, each in shards.items() if self._sharded[name].kind == kind]
+            mesh = self._mesh if kind == Kind.WHOLE else self._divided_mesh
+            for axis in (TENSOR, REPLICA) if kind == Kind.REPLICATED else (REPLICA,):
+                if own and mesh[axis].size() > 1:
+                    group = mesh.get_group(axis)
+                    all_reduce_gradients(own, lambda flat, group=group: dist.all_reduce(flat, group=group))
         fill_missing_gradients(shards.values())
         for holders, group in self._tied_groups.items():
             tied = [each for name, each in shards.items() if tuple(self._holders[name]) == holders]
@@ -226,14 +258,12 @@ class PipelineFSDP(Parameters):
         """See `Parameters.gradient_norm`. A parameter of several pp ranks is counted on the first."""
         shards = self.device_shards()
         counted = {name: each for name, each in shards.items() if self._holders[name][0] == self._pp_rank}
-        parts = [
-            [each for name, each in counted.items() if self._sharded[name].divided == divided]
-            for divided in (False, True)
-        ]
-        squares = torch.stack([squared_norm(each, self._device) for each in parts])
+        parts = [[each for name, each in counted.items() if self._sharded[name].kind == kind] for kind in Kind]
+        squares = torch.stack([squared_norm(each, self._device) for each in parts])  # whole, divided, replicated
         dist.all_reduce(squares[:1], group=self._mesh.get_group(SHARD))
-        for axis in (SHARD, EXPERT) if self._expert > 1 else ():
-            dist.all_reduce(squares[1:], group=self._ep_mesh.get_group(axis))
+        if self._divided_mesh is not self._mesh:
+            dist.all_reduce(squares[1:], group=self._divided_mesh.get_group(SHARD))
+            dist.all_reduce(squares[1:2], group=self._divided_mesh.get_group(self._part))
         dist.all_reduce(squares, group=self._mesh.get_group(PP_RANK))
         return squares.sum().sqrt()
 
@@ -257,8 +287,10 @@ class PipelineFSDP(Parameters):
                 yield name, ParameterShard(parameter.shape, dtype, (), None)
                 continue
             held = self._sharded[name]
-            mesh = self._ep_mesh if held.divided else self._mesh
+            mesh = self._mesh if held.kind == Kind.WHOLE else self._divided_mesh
             sends = mesh[REPLICA].get_local_rank() == 0
+            if held.kind == Kind.REPLICATED:
+                sends = sends and mesh[TENSOR].get_local_rank() == 0
             yield name, ParameterShard.of(held.master_values(self._device), sends=sends)
 
     def master_weights(self) -> dict[str, nn.Parameter]:
@@ -316,10 +348,10 @@ class PipelineFSDP(Parameters):
             yield stream
 
     def _buckets(self, parameters: Iterable[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
-        """Yield parameters that travel together, those of experts apart: other ranks have shards of them."""
+        """Yield parameters that travel together, those that other ranks have shards of apart."""
         every = list(parameters)
-        for divided in (False, True):
-            yield from buckets([each for each in every if each.divided == divided], lambda each: each.copy)
+        for kinds in ((Kind.WHOLE,), (Kind.DIVIDED, Kind.REPLICATED)):
+            yield from buckets([each for each in every if each.kind in kinds], lambda each: each.copy)
 
     def _in_use(self) -> set[int]:
         """Ids of the parameters of unsharded stages."""
@@ -350,6 +382,14 @@ def _tied_groups(
     return found
 
 
+class ShardPlace(NamedTuple):
+    """How a parameter is sharded: over the last axis of a mesh; another one before that divides it."""
+
+    kind: Kind
+    cut: TPSlice | None  # of a weight that a TP group divides
+    mesh: DeviceMesh
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameter:
     """A parameter as one rank has it.
@@ -362,7 +402,7 @@ class ShardedParameter:
             Its gradient adds up in float32 or wider.
         shard: this rank's rows on the device: asking a DTensor for them takes longer than a small layer.
         group: the ranks that have shards of the copy.
-        divided: whether the copy is that of some experts, which an EP group divides.
+        kind: which ranks those are; a divided copy is that of some experts, or a slice of a weight.
     """
 
     master: nn.Parameter
@@ -370,36 +410,40 @@ class ShardedParameter:
     copy: nn.Parameter
     shard: torch.Tensor
     group: dist.ProcessGroup
-    divided: bool
+    kind: Kind
 
     @classmethod
     def of(
         cls,
         parameter: nn.Parameter,
         read: Callable[[slice], torch.Tensor],
-        mesh: DeviceMesh,
+        place: ShardPlace,
         dtype: torch.dtype | None,
         *,
         offload_master: bool = False,
     ) -> ShardedParameter:
-        """Shard a parameter over a mesh: along its last axis; another one before that divides experts.
+        """Shard a parameter.
 
         Args:
             read: returns rows of its values.
             dtype: of the copy; None: that of the parameter.
             offload_master: keep the master in host memory.
         """
-        length, start, divided, trained = len(parameter), 0, mesh.ndim == 2, parameter.requires_grad
-        if divided:
+        kind, cut, mesh = place
+        length, start, trained = len(parameter), 0, parameter.requires_grad
+        by_columns = cut is not None and cut.axis != ROWS
+        if kind == Kind.DIVIDED and not by_columns:
             length //= mesh.size(0)
             start = mesh.get_local_rank(0) * length
         ranks, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         rows = shard_rows(length, index, ranks)
         shard = read(slice(start + rows.start, start + rows.stop))
+        shard = cut.of(shard).contiguous() if cut is not None and by_columns else shard
         master_dtype, dtype = shard.dtype, dtype or shard.dtype
         host = host_copy(shard) if offload_master else None
         shard = shard if host is None else shard.to(dtype)
-        sharded = row_shard(shard, parameter.shape, mesh)
+        shape = parameter.shape
+        sharded = row_shard(shard, shape, mesh) if cut is None else cut.whole(shard, shape, mesh)
         sharded = device_shard(sharded, requires_grad=trained, master_dtype=master_dtype)
         master = sharded if host is None else host_master(host, sharded)
         if ranks == 1 and dtype == shard.dtype:
@@ -408,7 +452,7 @@ class ShardedParameter:
             full = shard.new_empty((length, *shard.shape[1:]), dtype=dtype)
             full.untyped_storage().resize_(0)
         copy = accumulate_wide(nn.Parameter(full, requires_grad=trained))
-        return cls(master, sharded, copy, shard, mesh.get_group(mesh.ndim - 1), divided)
+        return cls(master, sharded, copy, shard, mesh.get_group(mesh.ndim - 1), kind)
 
     @property
     def ranks(self) -> int:

@@ -54,13 +54,12 @@ class Placement:
         Raises:
             SeqloomError: stages have several degrees.
         """
-        degrees = sorted({stage.expert for stage in self.stages})
-        if len(degrees) > 1:
-            raise SeqloomError(
-                f"stages with expert degrees {', '.join(map(str, degrees))}: parameters that stay in one place divide "
-                "experts alike on all stages; give all stages one degree"
-            )
-        return degrees[0]
+        return _one_degree("expert", [stage.expert for stage in self.stages])
+
+    @property
+    def tensor(self) -> int:
+        """Neighbours that divide the weights of a layer; see `expert`."""
+        return _one_degree("tensor", [stage.tensor for stage in self.stages])
 
     def mesh(self, ranks: int) -> torch.Tensor:
         """Return the ranks as int64[pp ranks, replicas, shards].
@@ -82,21 +81,33 @@ class Placement:
             )
         return torch.tensor(shard_groups)
 
-    def expert_mesh(self, ranks: int) -> torch.Tensor:
-        """Return the ranks as int64[pp ranks, replicas, parts of the experts, shards of a part].
+    def divided_mesh(self, ranks: int) -> torch.Tensor:
+        """Return the ranks as int64[pp ranks, replicas, parts, shards of a part] of experts, or of weights of layers.
 
-        Shard groups have whole EP groups; where parameters are not sharded, EP groups are the shard groups.
+        Shard groups have whole EP or TP groups.
         """
-        width = max(self.mesh(ranks).shape[2], self.expert)
+        degree = max(self.expert, self.tensor)
+        width = max(self.mesh(ranks).shape[2], degree)
         blocks = torch.tensor(self.ranks_by_pp_rank)
         if self.sharding == Sharding.HYBRID:
             blocks = self.mesh(ranks).flatten(1)
-        if width % self.expert or blocks.shape[1] % width:
+        if width % degree or blocks.shape[1] % width:
+            name, groups = ("tensor", "TP") if self.tensor > 1 else ("expert", "EP")
             raise SeqloomError(
-                f"expert degree {self.expert} where {width} ranks share parameters: EP groups are parts of them; use a "
-                f"degree that divides {width}"
+                f"{name} degree {degree} where {width} ranks share parameters: {groups} groups are parts of them; use "
+                f"a degree that divides {width}"
             )
-        return blocks.view(len(blocks), -1, width // self.expert, self.expert).transpose(2, 3)
+        return blocks.view(len(blocks), -1, width // degree, degree).transpose(2, 3)
+
+
+def _one_degree(name: str, degrees: Iterable[int]) -> int:
+    found = sorted(set(degrees))
+    if len(found) > 1:
+        raise SeqloomError(
+            f"stages with {name} degrees {', '.join(map(str, found))}: parameters that stay in one place are divided "
+            "alike on all stages; give all stages one degree"
+        )
+    return found[0]
 
 
 def _shard_groups(ranks: tuple[int, ...], sharding: Sharding, node_size: int) -> list[list[int]]:

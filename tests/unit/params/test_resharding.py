@@ -13,7 +13,7 @@ from seqloom.layout import Span
 from seqloom.models import ModelAdapter
 from seqloom.models.adapter import ModelWithLoss
 from seqloom.params import ReshardingParameters
-from seqloom.params.interface import check_fixed_layout
+from seqloom.params.interface import check_fixed_layout, check_tensor_degree
 from seqloom.params.resharding import ReshardedStages
 from seqloom.plan import Group, Reduce, Sharding
 from seqloom.train.model import prepare_layers
@@ -307,8 +307,8 @@ def test_plans_that_do_not_suit_are_refused(threads):
     assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
     with pytest.raises(SeqloomError, match="for parameters that stay where they were placed; use ReshardingParameters"):
         check_fixed_layout(free)
-    with pytest.raises(SeqloomError, match="tensor degree 2 for parameters that every rank"):
-        check_fixed_layout(replace(free, sharding=Sharding.NONE))
+    with pytest.raises(SeqloomError, match="tensor degree 1, 2 for parameters whose weights are divided over 1 rank"):
+        check_tensor_degree(replace(free, sharding=Sharding.FULL), 1)
     assert "tensor degree 4: Transformer has kv heads 2" in message(threads, planned(Shape(1, 4)))
 
 
