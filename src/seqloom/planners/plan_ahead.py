@@ -140,9 +140,9 @@ class PlanAhead:
             self._costs = self._costs.with_factors(self.factors, self.speeds)
             plan = self._fallback.plan(lengths, self._costs.cost)
             predicted = predicted_ns(plan, self._costs.cost)
-            options = {"plan_ns": found.plan_ns, "fallback_reason": found.reason, "factors": tuple(self.factors)}
-            options["speeds"] = tuple(self.speeds)
-            found = StepPlan(step, plan.to_json(), plan.hash, predicted, **options)
+            learned = {"factors": tuple(self.factors), "speeds": tuple(self.speeds)}
+            reason = {"plan_ns": found.plan_ns, "fallback_reason": found.reason}
+            found = StepPlan(step, plan.to_json(), plan.hash, predicted, **reason, **learned)
         return replace(found, wait_ns=time.monotonic_ns() - begin)
 
     def _is_over(self, step: int) -> bool:
