@@ -207,6 +207,7 @@ class Feedback:
         """
         if busy and (drift := self.speeds.observe(busy)):
             self._steps.clear()
+            self.error = None
             return drift
         self._steps.append(step)
         self._seen += 1

@@ -178,7 +178,7 @@ class Trainer(AbstractContextManager):
                 metrics.note(self.start_step, text)
         self._start.enter("planning")
         evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
-        before, step_plan = "none before it", None
+        before, step_plan, within_error = "none before it", None, ""
         if self._evaluation_due and evaluate_every:
             self.evaluate(self.start_step, metrics)
         for step, batch in self._planned_batches():
@@ -199,6 +199,9 @@ class Trainer(AbstractContextManager):
                 metrics.step(record)
                 if step_plan.fallback_reason:
                     metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
+                if step_plan.within_error and not within_error:  # once, where such steps begin
+                    metrics.note(step, step_plan.within_error)
+                within_error = step_plan.within_error
                 if step > self.start_step + 1 and (drift := self.learn(step_plan, record)):
                     metrics.note(step, drift)
             self.checkpoints.poll()
@@ -350,7 +353,7 @@ class Trainer(AbstractContextManager):
         """Have plans made by what the run has learned; speeds only if its planner gives slow ranks less."""
         if self.feedback is not None:
             speeds = self.feedback.speeds.values if self.setup.planners.planner.uses_speeds else ()
-            self.plans.use_factors(self.feedback.factors, speeds)
+            self.plans.use_factors(self.feedback.factors, speeds, self.feedback.error)
 
     def _feedback_notes(self) -> Iterator[str]:
         """Say by which factors a resumed run begins, and why one learns nothing although it shall."""
