@@ -186,6 +186,8 @@ class Feedback:
         """Begin with what `state_dict` returned; None, or one of another profile or cluster: with none changed."""
         digest = hashlib.sha256(repr(cost.profile).encode()).hexdigest()[:8]
         self.about = f"profile {cost.profile.name} ({digest}) on {cost.cluster.name}"
+        if cost.speeds:
+            self.about += f" with speeds {hashlib.sha256(repr(cost.speeds.values).encode()).hexdigest()[:8]}"
         state = state if state is not None and state["about"] == self.about else {}
         self.factors = Factors(*state.get("factors", ()))
         self.error: float | None = state.get("error")

@@ -46,7 +46,7 @@ from seqloom.models import ModelAdapter
 from seqloom.models.experts import balance_experts
 from seqloom.models.float8 import check_float8
 from seqloom.params.host_masters import copy_to_shards
-from seqloom.plan import ActionKind, Plan
+from seqloom.plan import ActionKind, Plan, Sharding
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.simulate import simulate
@@ -350,9 +350,11 @@ class Trainer(AbstractContextManager):
         return drift
 
     def _use_feedback(self) -> None:
-        """Have plans made by what the run has learned; speeds only if its planner gives slow ranks less."""
+        """Have plans made by what the run has learned; speeds only if all its planners give slow ranks less."""
         if self.feedback is not None:
-            speeds = self.feedback.speeds.values if self.setup.planners.planner.uses_speeds else ()
+            planners = self.setup.planners
+            by_speed = planners.planner.uses_speeds and planners.fallback.uses_speeds and not planners.multi_stage
+            speeds = self.feedback.speeds.values if by_speed and self.setup.cost.sharding != Sharding.FREE else ()
             self.plans.use_factors(self.feedback.factors, speeds, self.feedback.error)
 
     def _feedback_notes(self) -> Iterator[str]:
