@@ -377,6 +377,7 @@ def cost_dict(cost: CostModel) -> dict[str, Any]:
         "offload_optimiser": cost.offload_optimiser,
         "float8": cost.float8,
         "expert": cost.expert,
+        **({"speeds": list(cost.speeds.values)} if cost.speeds else {}),
     }
 
 
@@ -388,8 +389,13 @@ def cost_line(cost: CostModel) -> str:
         f"{cost.cluster.name}, {cost.model.name}, profile {_profile_text(cost)}, "
         f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
         f"{', optimiser in host memory' if cost.offload_optimiser else ''}"
-        f"{f', expert degree {cost.expert}' if cost.expert > 1 else ''}"
+        f"{f', expert degree {cost.expert}' if cost.expert > 1 else ''}{_speeds_text(cost)}"
     )
+
+
+def _speeds_text(cost: CostModel) -> str:
+    """Return the slowest and the fastest speed of ranks that differ."""
+    return f", speeds {min(cost.speeds.values):g} to {max(cost.speeds.values):g}" if cost.speeds else ""
 
 
 def _profile_text(cost: CostModel) -> str:

@@ -224,6 +224,7 @@ class _Run:
             experts = self._expert_tokens()
         numbers = _start_copy_to_host(torch.cat((self._totals, norm[None], experts.to(self._totals).view(-1))))
         self._timer.stop()
+        self._busy.stop()
         if max_norm is not None:  # not waited for: the GPU is busy while the host goes on to the optimiser
             scale_gradients(self._parameters, (max_norm / norm).clamp(max=1.0))
         seconds = self._timer.seconds()
@@ -491,9 +492,12 @@ class BusyTimer:
             yield
         self.tokens += tokens
 
-    def seconds(self) -> float:
-        """Return the seconds so far; on a GPU, after the stream has come here."""
+    def stop(self) -> None:
+        """End the step's time here, as `Timer.stop`."""
         self._timer.stop()
+
+    def seconds(self) -> float:
+        """Return the seconds; on a GPU it waits until the stream has come to the stop."""
         return self._timer.seconds()[BUSY]
 
 
