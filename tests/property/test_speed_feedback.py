@@ -85,7 +85,7 @@ def trained(cost, true, steps, seed, feedback):
     return np.array(times, dtype=float)
 
 
-@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+@pytest.mark.parametrize("sharding", ["full", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_what_a_slow_rank_costs_is_won_back_within_twenty_steps(sharding):
     """The target: a rank of eight slower by 30 %, steps measured by the simulator with true speeds: 80 % is won."""
     cost = CostModel(Cluster.parse("8xH200"), MODELS.lookup("qwen3-4b"), sharding=sharding)

@@ -381,6 +381,7 @@ def cost_dict(cost: CostModel) -> dict[str, Any]:
         "float8": cost.float8,
         "tensor": cost.tensor,
         "expert": cost.expert,
+        **({"speeds": list(cost.speeds.values)} if cost.speeds else {}),
     }
 
 
@@ -392,13 +393,18 @@ def cost_line(cost: CostModel) -> str:
         f"{cost.cluster.name}, {cost.model.name}, profile {_profile_text(cost)}, "
         f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
         f"{', optimiser in host memory' if cost.offload_optimiser else ''}"
-        f"{''.join(f', {name} degree {size}' for name, size in _degrees(cost.degrees).items())}"
+        f"{''.join(f', {name} degree {size}' for name, size in _degrees(cost.degrees).items())}{_speeds_text(cost)}"
     )
 
 
 def _degrees(degrees: tuple[int, int]) -> dict[str, int]:
     """Return tensor and expert degree by name, where they are above 1."""
     return {name: size for name, size in zip(("tensor", "expert"), degrees, strict=True) if size > 1}
+
+
+def _speeds_text(cost: CostModel) -> str:
+    """Return the slowest and the fastest speed of ranks that differ."""
+    return f", speeds {min(cost.speeds.values):g} to {max(cost.speeds.values):g}" if cost.speeds else ""
 
 
 def _profile_text(cost: CostModel) -> str:

@@ -207,6 +207,8 @@ class Feedback:
         digest = hashlib.sha256(repr(cost.profile).encode()).hexdigest()[:8]
         self._cost = cost
         self.about = f"profile {cost.profile.name} ({digest}) on {cost.cluster.name}"
+        if cost.speeds:
+            self.about += f" with speeds {hashlib.sha256(repr(cost.speeds.values).encode()).hexdigest()[:8]}"
         state = state if state is not None and state["about"] == self.about else {}
         self.factors = Factors(*state.get("factors", ()))
         self.error: float | None = state.get("error")
@@ -228,6 +230,7 @@ class Feedback:
         """
         if busy and (drift := self.speeds.observe(busy)):
             self._steps.clear()
+            self.error = None
             return drift
         self._steps.append(step)
         self._seen += 1

@@ -228,6 +228,7 @@ class _Run:
         counts = (each.to(self._totals).view(-1) for each in (busiest, experts))
         numbers = _start_copy_to_host(torch.cat((self._totals, norm[None], *counts)))
         self._timer.stop()
+        self._busy.stop()
         if max_norm is not None:  # not waited for: the GPU is busy while the host goes on to the optimiser
             scale_gradients(self._parameters, (max_norm / norm).clamp(max=1.0))
         seconds = self._timer.seconds()
@@ -498,9 +499,12 @@ class BusyTimer:
             yield
         self.tokens += tokens
 
-    def seconds(self) -> float:
-        """Return the seconds so far; on a GPU, after the stream has come here."""
+    def stop(self) -> None:
+        """End the step's time here, as `Timer.stop`."""
         self._timer.stop()
+
+    def seconds(self) -> float:
+        """Return the seconds; on a GPU it waits until the stream has come to the stop."""
         return self._timer.seconds()[BUSY]
 
 

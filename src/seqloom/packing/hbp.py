@@ -282,12 +282,12 @@ class Packing:
 
     @cached_property
     def step_ns(self) -> np.ndarray:
-        """int64[S]: predicted ns of every step's plan, without building the plans but for a model with experts.
+        """int64[S]: predicted ns of every step's plan, without building the plans but for experts and unequal ranks.
 
         In a round, ranks of a shard group wait for the slowest of their packs; others go on. What experts take does not
         follow from each pack by itself: few tokens wait for weights, and EP groups share the work of several packs.
         """
-        if self.cost.model.experts:
+        if self.cost.model.experts or self.cost.speeds:
             return np.array([predicted_ns(self.plan(step), self.cost) for step in range(self.steps)], dtype=np.int64)
         times, pack_ns = np.zeros(self.steps, dtype=np.int64), self._pack_ns()
         for index, level in enumerate(self.levels):

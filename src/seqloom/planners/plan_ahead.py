@@ -2,7 +2,8 @@
 
 It needs no torch and no data. The trainer submits the lengths of coming steps and takes the plan when a step begins. A
 plan that is late, or that the planner could not make, never stops a step: the fallback planner, static unless another
-is named, makes one at once, and the `StepPlan` carries the reason. A process that dies or hangs is replaced.
+is named, makes one at once, and the `StepPlan` carries the reason. Its plan also runs where the gain that is predicted
+over it is smaller than the error of predictions. A process that dies or hangs is replaced.
 
 Every request carries the factors of the profile by which it is planned and priced (`cost.feedback`), and the speeds of
 ranks (`cost.speeds`); the plan says which they were.
@@ -52,6 +53,7 @@ class StepPlan:
     bound_ns: int | None = None  # lower bound of the step on the same stages; None: not computed
     idle_share: float | None = None  # share of the ranks' time that they wait, by the simulator; None: not computed
     factors: Sequence[float] = NO_CHANGE  # of the profile by which it was planned and priced
+    within_error: str = ""  # why the fallback planner's plan is used though another is predicted to be faster
     speeds: Sequence[float] = ()  # of the ranks, as the run has learned them; none: as described
     factor_ns: Sequence[float] | None = None  # derivatives of `predicted_ns` by each factor; None: not computed
     _plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
@@ -95,8 +97,11 @@ class PlanAhead:
 
         Attributes:
             factors, speeds: of the plans that are submitted from now on.
+            error: median relative error of predictions now; a plan must be predicted to gain more over the fallback
+                planner's than that. None: not known, so that every gain counts.
         """
         self.speeds: Sequence[float] = ()
+        self.error: float | None = None
         self.factors, self._costs, self._feedback = NO_CHANGE, FactorCosts(cost), feedback
         self._fallback, self._patience_s, self._hang_s = fallback, patience_s, hang_s
         self._chosen = PlannerChoice(planner) if isinstance(planner, str) else planner
@@ -116,7 +121,7 @@ class PlanAhead:
         """Ask for the plan of a step; returns at once."""
         with self._changed:
             self._submitted.add(step)
-        self._requests.put(_Request(step, np.asarray(lengths, dtype=np.int64), self.factors, self.speeds))
+        self._requests.put(_Request(step, np.asarray(lengths, dtype=np.int64), self.factors, self.speeds, self.error))
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, waiting for it if need be; that of the fallback planner if it is late or fails.
@@ -140,9 +145,9 @@ class PlanAhead:
             self._costs = self._costs.with_factors(self.factors, self.speeds)
             plan = self._fallback.plan(lengths, self._costs.cost)
             predicted = predicted_ns(plan, self._costs.cost)
-            options = {"plan_ns": found.plan_ns, "fallback_reason": found.reason, "factors": tuple(self.factors)}
-            options["speeds"] = tuple(self.speeds)
-            found = StepPlan(step, plan.to_json(), plan.hash, predicted, **options)
+            learned = {"factors": tuple(self.factors), "speeds": tuple(self.speeds)}
+            reason = {"plan_ns": found.plan_ns, "fallback_reason": found.reason}
+            found = StepPlan(step, plan.to_json(), plan.hash, predicted, **reason, **learned)
         return replace(found, wait_ns=time.monotonic_ns() - begin)
 
     def _is_over(self, step: int) -> bool:
@@ -169,7 +174,7 @@ class PlanAhead:
         """Start a process; it inherits the signals that the calling thread has blocked."""
         context = get_context("spawn")
         connection, theirs = context.Pipe()
-        start = (theirs, self._costs.profiled, self._chosen, self._feedback)
+        start = (theirs, self._costs.profiled, self._chosen, self._fallback, self._feedback)
         process = context.Process(target=_serve, args=start, daemon=True)
         process.start()
         theirs.close()
@@ -219,6 +224,7 @@ class _Request(NamedTuple):
     lengths: np.ndarray
     factors: Factors
     speeds: Sequence[float]
+    error: float | None
 
 
 class _Failure(NamedTuple):
@@ -229,7 +235,9 @@ class _Failure(NamedTuple):
     process_ended: bool = False
 
 
-def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice, feedback: bool) -> None:
+def _serve(
+    connection: Connection, cost: CostModel, chosen: PlannerChoice, fallback: PlannerChoice, feedback: bool
+) -> None:
     """Answer every `_Request` with a `StepPlan` or `_Failure` until pipe or trainer are gone."""
     end_with_parent(1)
     costs = FactorCosts(cost)
@@ -237,15 +245,19 @@ def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice, feedb
         try:
             request: _Request = connection.recv()
             costs = costs.with_factors(request.factors, request.speeds)
-            connection.send(_answer(request, costs, chosen, feedback))
+            connection.send(_answer(request, costs, chosen, fallback, feedback))
         except (EOFError, OSError):
             return
 
 
-def _answer(request: _Request, costs: FactorCosts, chosen: PlannerChoice, feedback: bool) -> StepPlan | _Failure:
+def _answer(
+    request: _Request, costs: FactorCosts, chosen: PlannerChoice, fallback: PlannerChoice, feedback: bool
+) -> StepPlan | _Failure:
     begin, cost = time.monotonic_ns(), costs.cost
     try:
-        plan = chosen.plan(request.lengths, cost)
+        plan, within_error = chosen.plan(request.lengths, cost), ""
+        if request.error is not None and chosen.name.partition(":")[0] != fallback.name.partition(":")[0]:
+            plan, within_error = _surely_faster(plan, request, cost, fallback)
         text, took = plan.to_json(), time.monotonic_ns() - begin
         return StepPlan(
             request.step,
@@ -256,6 +268,7 @@ def _answer(request: _Request, costs: FactorCosts, chosen: PlannerChoice, feedba
             bound_ns=plan_bound(plan, cost),
             idle_share=simulate(plan, cost).idle_share,
             factors=tuple(request.factors),
+            within_error=within_error,
             speeds=tuple(request.speeds),
             factor_ns=tuple(costs.derivatives(plan, predicted_ns)) if feedback else None,
         )
@@ -264,6 +277,23 @@ def _answer(request: _Request, costs: FactorCosts, chosen: PlannerChoice, feedba
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged
         reason = f"planner {chosen.name!r} failed: {type(error).__name__}: {error}"
     return _Failure(time.monotonic_ns() - begin, reason)
+
+
+def _surely_faster(plan: Plan, request: _Request, cost: CostModel, fallback: PlannerChoice) -> tuple[Plan, str]:
+    """Return the plan, or that of the fallback planner with the reason if the predicted gain is inside the error."""
+    assert request.error is not None
+    try:
+        plain = fallback.plan(request.lengths, cost)
+    except SeqloomError:  # it may refuse what the planner holds
+        return plan, ""
+    here, there = predicted_ns(plan, cost), predicted_ns(plain, cost)
+    gain = 1 - here / there
+    if gain >= request.error or plain.pipelines == plan.pipelines:
+        return plan, ""
+    return plain, (
+        f"{plan.planner} is predicted to gain {gain:.1%} over {plain.planner}, inside the cost model's error of "
+        f"{request.error:.1%}: the {plain.planner} plan runs"
+    )
 
 
 def end_with_parent(code: int) -> None:

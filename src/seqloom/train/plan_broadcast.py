@@ -46,10 +46,13 @@ class PlanBroadcast:
         if self.ahead is not None:
             self.ahead.submit(step, lengths)
 
-    def use_factors(self, factors: Factors, speeds: Sequence[float] = ()) -> None:
-        """Have plans submitted from now on priced by other factors and speeds; does nothing on other ranks than 0."""
+    def use_factors(self, factors: Factors, speeds: Sequence[float] = (), error: float | None = None) -> None:
+        """Have plans submitted from now on priced by other factors and speeds; does nothing on other ranks than 0.
+
+        `error` of predictions is what a plan must gain to be used, see `PlanAhead`.
+        """
         if isinstance(self.ahead, PlanAhead):
-            self.ahead.factors, self.ahead.speeds = factors, tuple(speeds)
+            self.ahead.factors, self.ahead.speeds, self.ahead.error = factors, tuple(speeds), error
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, the same on all ranks; all ranks call it.

@@ -47,7 +47,7 @@ from seqloom.models import ModelAdapter
 from seqloom.models.experts import balance_experts
 from seqloom.models.float8 import check_float8
 from seqloom.params.host_masters import copy_to_shards
-from seqloom.plan import ActionKind, Plan
+from seqloom.plan import ActionKind, Plan, Sharding
 from seqloom.plan.plan import plan_shape
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.simulate import simulate
@@ -179,7 +179,7 @@ class Trainer(AbstractContextManager):
                 metrics.note(self.start_step, text)
         self._start.enter("planning")
         evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
-        before, step_plan = "none before it", None
+        before, step_plan, within_error = "none before it", None, ""
         if self._evaluation_due and evaluate_every:
             self.evaluate(self.start_step, metrics)
         for step, batch in self._planned_batches():
@@ -200,6 +200,9 @@ class Trainer(AbstractContextManager):
                 metrics.step(record)
                 if step_plan.fallback_reason:
                     metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
+                if step_plan.within_error and not within_error:  # once, where such steps begin
+                    metrics.note(step, step_plan.within_error)
+                within_error = step_plan.within_error
                 if step > self.start_step + 1 and (drift := self.learn(step_plan, record)):
                     metrics.note(step, drift)
             self.checkpoints.poll()
@@ -350,10 +353,12 @@ class Trainer(AbstractContextManager):
         return drift
 
     def _use_feedback(self) -> None:
-        """Have plans made by what the run has learned; speeds only if its planner gives slow ranks less."""
+        """Have plans made by what the run has learned; speeds only if all its planners give slow ranks less."""
         if self.feedback is not None:
-            speeds = self.feedback.speeds.values if self.setup.planners.planner.uses_speeds else ()
-            self.plans.use_factors(self.feedback.factors, speeds)
+            planners = self.setup.planners
+            by_speed = planners.planner.uses_speeds and planners.fallback.uses_speeds and not planners.multi_stage
+            speeds = self.feedback.speeds.values if by_speed and self.setup.cost.sharding != Sharding.FREE else ()
+            self.plans.use_factors(self.feedback.factors, speeds, self.feedback.error)
 
     def _feedback_notes(self) -> Iterator[str]:
         """Say by which factors a resumed run begins, and why one learns nothing although it shall."""

@@ -64,6 +64,36 @@ def test_plans_are_made_and_priced_by_the_factors_of_their_request():
     assert late.predicted_ns == predicted_ns(late.plan, scaled.cost)
 
 
+def test_a_gain_inside_the_error_of_predictions_leaves_the_static_plan():
+    lengths = np.array([20_000, 9_000, 5_000, 4_000, *[500] * 40])
+    zones, static = (make_plan(name, lengths, COST) for name in ("zones", "static"))
+    gain = 1 - predicted_ns(zones, COST) / predicted_ns(static, COST)
+    assert gain > 0.01
+    with PlanAhead(COST, "zones", patience_s=120) as ahead:
+        found = []
+        for step, error in enumerate((None, gain - 0.005, gain + 0.005)):
+            ahead.error = error
+            found.append(ahead.take(step, lengths))
+    assert [each.plan.hash for each in found] == [zones.hash, zones.hash, static.hash]
+    assert [bool(each.within_error) for each in found] == [False, False, True]
+    assert "zones is predicted to gain" in found[2].within_error and not found[2].fallback_reason
+    assert found[2].predicted_ns == predicted_ns(static, COST)
+
+
+def test_plans_are_made_by_the_speeds_of_their_request():
+    speeds = (1.0, 0.5, *[1.0] * (COST.ranks - 2))
+    with PlanAhead(COST, "zones", patience_s=120, feedback=True) as ahead:
+        ahead.speeds = speeds
+        taken = ahead.take(0, BATCHES[0])
+        ahead._timeout_s = 0.0
+        late = ahead.take(1, BATCHES[0])
+    own = COST.with_speeds(speeds)
+    assert tuple(taken.speeds) == tuple(late.speeds) == speeds
+    assert taken.plan.hash == make_plan("zones", BATCHES[0], own).hash
+    assert taken.predicted_ns == predicted_ns(taken.plan, own) >= taken.bound_ns == lower_bound(BATCHES[0], own)
+    assert late.predicted_ns == predicted_ns(late.plan, own)
+
+
 def test_a_late_plan_is_replaced_by_the_static_one_and_does_not_disturb_later_ones():
     with PlanAhead(COST, "adaptive", patience_s=0.0) as ahead:
         taken = ahead.take(0, BATCHES[0])
