@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from support.scripts import run_function
-from support.trainer_runs import evaluations, padded, plain_trainer, planned_trainer, resumed, with_adapters
+from support.trainer_runs import (
+    Stream,
+    evaluations,
+    padded,
+    plain_trainer,
+    planned_trainer,
+    resumed,
+    sft_run,
+    with_adapters,
+)
 
 
 def assert_alike(found, wanted):
@@ -42,6 +51,14 @@ def test_adapters_of_peft(tmp_path, fork_server):
 
 
 @pytest.mark.slow
+def test_documents_that_are_streamed(tmp_path, fork_server):
+    changes = {"max_steps": 4, "accelerator_config": {"dispatch_batches": False}}
+    wanted = run_function(plain_trainer, 1, tmp_path, tmp_path, "llama", changes, None, Stream)[0]
+    for found in run_function(planned_trainer, 2, tmp_path, tmp_path, "llama", changes, "auto", None, None, Stream):
+        assert_alike(found, wanted)
+
+
+@pytest.mark.slow
 def test_evaluations_between_steps(tmp_path, fork_server):
     wanted = run_function(evaluations, 1, tmp_path, tmp_path, False)[0]
     assert len(wanted) == 3
@@ -56,3 +73,42 @@ def test_a_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, fork_s
     whole = run_function(planned_trainer, 2, tmp_path, tmp_path, "llama", saves, "auto")[0]
     for losses, trained, norms in run_function(resumed, ranks, tmp_path, tmp_path, 4):
         assert_alike((losses[-2:], trained, norms[-2:]), (whole[0][4:], whole[1], whole[2][4:]))
+
+
+def assert_sft_alike(found, wanted):
+    assert_alike(found[0], wanted[0])
+    assert found[1] == wanted[1]
+
+
+def test_packed_rows_of_trl(tmp_path):
+    pytest.importorskip("trl")
+    wanted = sft_run(tmp_path, "llama", {"max_steps": 2}, None)
+    assert_sft_alike(sft_run(tmp_path, "llama", {"max_steps": 2}, "auto"), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_packing_strategies_of_trl_on_two_ranks(tmp_path, fork_server, strategy):
+    pytest.importorskip("trl")
+    changes = {"packing_strategy": strategy, "gradient_accumulation_steps": 2}
+    wanted = run_function(sft_run, 1, tmp_path, tmp_path, "qwen3", changes, None)[0]
+    for found in run_function(sft_run, 2, tmp_path, tmp_path, "qwen3", changes, "static:2"):
+        assert_sft_alike(found, wanted)
+
+
+@pytest.mark.slow
+def test_adapters_and_checkpointing_of_trl_on_two_ranks(tmp_path, fork_server):
+    pytest.importorskip("trl")
+    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    wanted = run_function(sft_run, 1, tmp_path, tmp_path, "llama", changes, None, with_adapters)[0]
+    for found in run_function(sft_run, 2, tmp_path, tmp_path, "llama", changes, "auto", with_adapters):
+        assert_sft_alike(found, wanted)
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss_type", "dft"), ("activation_offloading", True)])
+def test_settings_of_trl_that_are_refused(tmp_path, name, value):
+    pytest.importorskip("trl")
+    from seqloom.errors import SeqloomError
+
+    with pytest.raises(SeqloomError, match=f"SeqloomSFTTrainer with {name}"):
+        sft_run(tmp_path, "llama", {name: value}, "auto")

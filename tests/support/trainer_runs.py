@@ -15,11 +15,18 @@ from support.tiny_models import VOCABULARY, tiny_model
 PLAIN_BATCH = 8
 
 
-def documents(count: int = 24, longest: int = 48, seed: int = 0) -> list[dict[str, list[int]]]:
+def documents(count: int = 21, longest: int = 48, seed: int = 0) -> list[dict[str, list[int]]]:
     """Return documents of very unequal lengths, most of them short."""
     draw = random.Random(seed)
     lengths = [min(longest, 2 + int(draw.paretovariate(0.8))) for _ in range(count)]
     return [{"input_ids": [draw.randrange(1, VOCABULARY) for _ in range(length)]} for length in lengths]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Documents without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(documents())
 
 
 def padded(rows: list[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -62,17 +69,23 @@ def with_adapters(model: Any) -> Any:
     return wrapped.double()
 
 
-def plain_trainer(folder: Path, name: str, changes: dict[str, Any], wrap: Any = None) -> Any:
+def plain_trainer(folder: Path, name: str, changes: dict[str, Any], wrap: Any = None, read: Any = documents) -> Any:
     """`transformers.Trainer` on padded rows."""
     from transformers import Trainer, TrainingArguments
 
     settings = TrainingArguments(**arguments(folder, 1, **changes))
     model = tiny_model(name) if wrap is None else wrap(tiny_model(name))
-    return outcome(Trainer(model, settings, data_collator=padded, train_dataset=documents()))
+    return outcome(Trainer(model, settings, data_collator=padded, train_dataset=read()))
 
 
 def planned_trainer(
-    folder: Path, name: str, changes: dict[str, Any], planner: str, collator: Any = None, wrap: Any = None
+    folder: Path,
+    name: str,
+    changes: dict[str, Any],
+    planner: str,
+    collator: Any = None,
+    wrap: Any = None,
+    read: Any = documents,
 ) -> Any:
     """`SeqloomTrainer` on all ranks of the job."""
     from transformers import TrainingArguments
@@ -81,7 +94,7 @@ def planned_trainer(
 
     settings = TrainingArguments(**arguments(folder, int(os.environ["WORLD_SIZE"]), **changes))
     model = tiny_model(name) if wrap is None else wrap(tiny_model(name))
-    trainer = SeqloomTrainer(model, settings, data_collator=collator, train_dataset=documents(), planner=planner)
+    trainer = SeqloomTrainer(model, settings, data_collator=collator, train_dataset=read(), planner=planner)
     return outcome(trainer)
 
 
@@ -111,3 +124,32 @@ def resumed(folder: Path, step: int) -> Any:
     settings = TrainingArguments(**arguments(folder, int(os.environ["WORLD_SIZE"])))
     trainer = SeqloomTrainer(tiny_model("llama"), settings, train_dataset=documents())
     return outcome(trainer, resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer with a word for every token of the tiny models."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="t1", pad_token="t0", unk_token="t0")
+
+
+def sft_run(folder: Path, name: str, changes: dict[str, Any], planner: str | None, wrap: Any = None) -> Any:
+    """Train with TRL's `SFTTrainer`, packing documents; `planner`: with `SeqloomSFTTrainer`. Also return num_tokens."""
+    from datasets import Dataset, disable_progress_bars
+    from trl import SFTConfig, SFTTrainer
+
+    from seqloom.integrations.trl import SeqloomSFTTrainer
+
+    disable_progress_bars()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    given = {"packing": True, "max_length": 48, "gradient_checkpointing": False} | changes
+    settings = SFTConfig(**arguments(folder, 1) | {"per_device_train_batch_size": 4 // ranks} | given)
+    make, options = (SFTTrainer, {}) if planner is None else (SeqloomSFTTrainer, {"planner": planner})
+    model = tiny_model(name) if wrap is None else wrap(tiny_model(name))
+    dataset = Dataset.from_list(documents())
+    trainer = make(model, settings, train_dataset=dataset, processing_class=tokenizer(), **options)
+    found = outcome(trainer)
+    return found, [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]

@@ -255,6 +255,11 @@ def whole_batches(loader: Any) -> Any:
     for shard in (loader.batch_sampler, loader.dataset):
         if isinstance(shard, BatchSamplerShard | IterableDatasetShard):
             shard.num_processes, shard.process_index = 1, 0
+    # The last batch stays as short as it is: accelerate would fill it with documents that were there before.
+    if isinstance(loader.batch_sampler, BatchSamplerShard):
+        loader.batch_sampler.even_batches = False
+    if isinstance(loader.dataset, IterableDatasetShard):
+        loader.dataset.batch_size = 1
     return loader
 
 
