@@ -5,6 +5,7 @@
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import NamedTuple
@@ -263,6 +264,11 @@ def test_it_fits_and_can_be_read(made, opened, name, dark, width):
         0, 0, document.querySelector('canvas').width, document.querySelector('canvas').height).data.buffer)).size"""
     assert page.evaluate(drawn) > 5, "the timeline has colours"
     page.screenshot(SHOTS / f"{name}-{'dark' if dark else 'light'}-{width}.png")
+
+
+def test_the_picture_of_the_readme_is_drawn(tmp_path):
+    drawn = runpy.run_path(str(ROOT / "docs" / "report_picture.py"))["draw"](tmp_path / "report.png")
+    assert drawn == {"chosen": "flex", "step": "3.19 s", "above the bound": "1.1 %"}, "draw docs/report.png again"
 
 
 def test_a_large_step_opens_at_once(tmp_path, seqloom_here, opened):

@@ -151,10 +151,10 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.mouse(kind, x, y, button="left", clickCount=1)
 
-    def screenshot(self, path: Path) -> None:
-        """Write the whole page as a PNG."""
+    def screenshot(self, path: Path, height: float = 8000) -> None:
+        """Write the page, from its head so far down, as a PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 8000), "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], height), "scale": 1}
         shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(shot["data"]))

@@ -513,12 +513,14 @@
     const slowest = Math.max(...data.steps.map((step) => step.step_ns)), first = data.steps[0].step_ns;
     made.append(element("div", { class: "tabs" }, ...data.steps.map((step, k) =>
       element("button", { type: "button", "data-step": k, onclick: () => showStep(k, place) }, step.name))));
-    const columns = [["planner", "text"], ["step"], ["", "text"], ["speed-up"], ["above bound"], ["idle"], ["communication"], ["memory, GiB"], ["rounds"], ["to plan"]];
+    const columns = [["planner", "text"], ["step"], ["", "text"], ["speed-up"], ["above bound"], ["idle"], ["communication"], ["memory, GiB"], ["rounds"]];
+    const timed = data.steps.some((step) => step.figures.plan_ms !== null);
+    if (timed) columns.push(["to plan"]);
     made.append(table(columns, data.steps.map((step) => {
       const f = step.figures;
       const bar = element("span", { class: "bar", style: `width:calc(var(--bar) * ${(step.step_ns / slowest).toFixed(4)})` });
       return [step.name, duration(step.step_ns), bar, `${(first / step.step_ns).toFixed(2)}x`, f.gap === null ? "" : percent(f.gap), percent(f.idle_share),
-        percent(f.comm_share), f.peak_memory_gib.toFixed(1), f.rounds, f.plan_ms === null ? "" : duration(1e6 * f.plan_ms)];
+        percent(f.comm_share), f.peak_memory_gib.toFixed(1), f.rounds, ...(timed ? [f.plan_ms === null ? "" : duration(1e6 * f.plan_ms)] : [])];
     })));
   }
 
