@@ -36,7 +36,7 @@ INPUTS := pyproject.toml constraints.txt
 # Traces of a step: other work on the GPU or the cores would move its kernels.
 ALONE := tests/gpu/test_host_gpu.py tests/nccl/test_overlap_nccl.py
 
-.PHONY: help demo docs fuzz soak test test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
+.PHONY: help demo docs fuzz soak test test-browser test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,9 @@ test-gpu: $(DEV_READY)  ## kernels on a GPU, then 2, 4 and 8 ranks over NCCL tha
 
 test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on this machine; needs root and iproute2
 	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=120 --session-timeout=240 tests/cluster
+
+test-browser: $(DEV_READY)  ## reports in a headless Chromium, with screenshots in build/browser; without one it says so
+	$(BIN)/python -m pytest -m browser -n 0 -p no:cacheprovider tests/browser
 
 fuzz: $(DEV_READY)  ## every reader of files, with so many changed files: make fuzz CASES=1000000
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --jobs $(JOBS) --seconds $(LIMIT_S) --state build/fuzz.json --out $(RESULTS)/fuzz.json

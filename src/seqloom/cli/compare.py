@@ -146,7 +146,7 @@ def _draw(console: Console, cost: CostModel, workload: Workload, rows: list[dict
     from seqloom.planners.registry import verdicts
     from seqloom.view import comparison_table
 
-    shared.print_heading(console, cost, workload, f"{len(rows)} batches, ")
+    shared.print_heading(console, cost, workload, f"{len(rows)} batch{'es' * (len(rows) > 1)}, ")
     published = verdicts(list(rows[0]), cost.profile.name)
     starred = [name for name, line in published.items() if line.startswith("not validated")]
     console.print(comparison_table(columns(rows), starred))

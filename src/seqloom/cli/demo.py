@@ -61,11 +61,13 @@ tied = true
 """
 
 Out = Annotated[Path, typer.Option(help="Where auto's plan is written: .json or .txt.")]
+Html = Annotated[Path, typer.Option(help="Where the report of all planners is written, for any browser: .html.")]
 Train = Annotated[bool, typer.Option("--train/--no-train", help="End with a tiny model on this machine.")]
 
 
 def demo(
     out: Out = Path("seqloom-demo-plan.json"),
+    html: Html = Path("seqloom-demo.html"),
     picture: shared.Picture = None,
     seed: shared.Seed = 0,
     train: Train = True,
@@ -83,6 +85,7 @@ def demo(
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # before this process adds to it
     shared.check_output(out)
+    shared.check_output(html, "report", (".html",))
     shared.check_picture(picture)
     names, left_out = installed_planners()
     cost = cost_model(CLUSTER, MODEL, profile=PROFILE, max_length=MAX_LENGTH)
@@ -94,7 +97,9 @@ def demo(
     no_torch = "" if probe("torch").version else "training needs torch: pip install 'seqloom[train]'"
 
     def content() -> dict[str, Any]:
-        result = comparison(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out))
+        result = comparison(
+            cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out), html=str(html)
+        )
         if train:
             result["here"] = {"left_out": no_torch} if no_torch else run_here(seed).to_dict()
         return result
@@ -109,7 +114,9 @@ def demo(
                 busy = f"This machine is busy (load {load:.1f} on {os.cpu_count()} cores): times will scatter"
                 shared.print_lines(console, "", f"{busy}.")
             draw_here(console, run_here(seed))
+        shared.print_lines(console, "", f"Open {html} in a browser: the steps of all planners, GPU by GPU.")
 
+    shared.save_report(html, cost, row, *workload.notes())
     if picture is not None:
         save_picture(picture, cost, workload, row)
     shared.report(json, content, draw)

@@ -353,11 +353,12 @@ class Workload:
         lines = [f"sampler {self.source.name}: {self.source.note}"] if self.source.note else []
         dropped, left_out, unused = self.left
         if left_out:
-            lines.append(f"{left_out:,} records with nothing to learn left out")
+            lines.append(f"{left_out:,} record{'s' * (left_out > 1)} with nothing to learn left out")
         if dropped:
-            lines.append(f"{dropped:,} sequences above {self.source.max_length:,} tokens dropped first")
+            above = f"above {self.source.max_length:,} tokens dropped first"
+            lines.append(f"{dropped:,} sequence{'s' * (dropped > 1)} {above}")
         if unused:
-            lines.append(f"{unused:,} sequences after the last batch not used")
+            lines.append(f"{unused:,} sequence{'s' * (unused > 1)} after the last batch not used")
         return lines
 
 

@@ -10,7 +10,7 @@
 
   // -- words and elements ----------------------------------------------------------------------------------------
 
-  const number = (value, digits = 0) => value.toLocaleString("en", { maximumFractionDigits: digits });
+  const number = (value, digits = 0, least = 0) => value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: least });
   const percent = (share) => `${(100 * share).toFixed(1)} %`;
   const duration = (ns) => {
     const [unit, size] = ns >= 1e9 ? ["s", 1e9] : ns >= 1e6 ? ["ms", 1e6] : ["us", 1e3];
@@ -122,7 +122,7 @@
     return [drawn, legend([[colours[0], "share of sequences"], [colours[1], "share of tokens"], [colours[2], "share of attention work"]])];
   }
 
-  function lineChart(label, series, format, fromZero = true) {
+  function lineChart(label, series, format, fromZero = true, scaleFormat = format) {
     const points = series.flatMap((one) => one.points).filter(([, y]) => y !== null);
     if (!points.length) return element("p", {}, "No values.");
     const steps = series[0].points.map(([x]) => x), first = steps[0], last = Math.max(steps[steps.length - 1], first + 1);
@@ -131,7 +131,7 @@
     return figure(label, 230, (svg, box) => {
       const at = ([x, y]) => [box.left + (box.right - box.left) * (x - first) / (last - first),
         box.bottom - (box.bottom - box.top) * (y - low) / (high - low)];
-      scaleLines(svg, low, high, format, box);
+      scaleLines(svg, low, high, (value) => scaleFormat(value, low, high), box);
       for (const tick of ticks(first, last, box.right < 500 ? 4 : 10).filter(Number.isInteger)) axisLabel(svg, at([tick, low])[0], box, number(tick));
       for (const { points: own, colour, dash } of series) {
         const known = own.filter(([, y]) => y !== null).map((point) => at(point).map((v) => v.toFixed(1)).join(" "));
@@ -158,7 +158,7 @@
       scaleLines(svg, 0, most, (gib) => `${number(gib, most < 4 ? 2 : 0)} GiB`, box);
       const pitch = (box.right - box.left) / step.memory_gib.length, height = (gib) => (box.bottom - box.top) * gib / most;
       const bars = step.memory_gib.map((gib, rank) =>
-        `M${(box.left + rank * pitch).toFixed(2)} ${box.bottom}v-${height(gib).toFixed(1)}h${(pitch * 0.85).toFixed(2)}v${height(gib).toFixed(1)}z`);
+        `M${(box.left + rank * pitch).toFixed(2)} ${box.bottom}v-${height(gib).toFixed(1)}h${(pitch * (pitch < 3 ? 1 : 0.85)).toFixed(2)}v${height(gib).toFixed(1)}z`);
       svg.append(shape("path", { d: bars.join(""), fill: data.colours.degrees[2] }));
       const y = box.bottom - height(step.budget_gib);
       svg.append(shape("line", { x1: box.left, x2: box.right, y1: y, y2: y, stroke: "currentColor", "stroke-dasharray": "5 4" }));
@@ -312,7 +312,8 @@
 
     drawRuns(context, x, size) {
       const { runs, node_size: nodeSize } = this.step, { from, to, first, last } = this.view;
-      const gap = size.row >= 4 ? 1 : 0;
+      const gap = size.row >= 4 ? 1 : 0, ratio = window.devicePixelRatio || 1;
+      const snap = (y) => Math.round(y * ratio) / ratio;    // a part of a pixel would be paler than the colour of its degree
       for (let k = 0; k < runs.rank.length; k++) {
         const start = runs.start[k], stop = start + runs.length[k];
         if (stop < from || start > to) continue;
@@ -320,8 +321,8 @@
         if (bottom <= top) continue;
         context.globalAlpha = data.pale.includes(runs.kind[k]) ? FAINT : 1;
         context.fillStyle = degreeColour(runs.degree[k]);
-        const left = x(Math.max(start, from)), y = MARGIN.top + (top - first) * size.row;
-        context.fillRect(left, y, Math.max(x(Math.min(stop, to)) - left, 0.3), Math.max((bottom - top) * size.row - gap, 0.3));
+        const left = x(Math.max(start, from)), y = snap(MARGIN.top + (top - first) * size.row), end = snap(MARGIN.top + (bottom - first) * size.row);
+        context.fillRect(left, y, Math.max(x(Math.min(stop, to)) - left, 0.3), Math.max(end - y - gap, 1 / ratio));
       }
       context.globalAlpha = 1;
       if (size.row * nodeSize >= 12) {
@@ -487,8 +488,8 @@
     const columns = [["tokens"], ["sequences"], ["zone", "text"], ["how", "text"], ["why", "text"], ["cost"], ["whole"], ["next best", "text"], ["cost"]];
     const words = { memory: `one ${UNIT} has not the memory`, time: `on one ${UNIT} it would end late`, cheapest: "cheapest", "not cheapest": `balances the ${UNIT}s, or the planner's rule` };
     made.append(table(columns, step.classes.map((one) => [one.lengths.map((n) => number(n)).filter((n, k, all) => all.indexOf(n) === k).join(" - "),
-      number(one.documents), one.zone, one.method, words[one.reason] || one.reason, number(one.rank_ms, 1), number(one.whole_rank_ms, 1),
-      one.next_best || "none fits", one.next_best_rank_ms === null ? "" : number(one.next_best_rank_ms, 1)])));
+      number(one.documents), one.zone, one.method, words[one.reason] || one.reason, number(one.rank_ms, 1, 1), number(one.whole_rank_ms, 1, 1),
+      one.next_best || "none fits", one.next_best_rank_ms === null ? "" : number(one.next_best_rank_ms, 1, 1)])));
   }
 
   let timeline = null;
@@ -498,7 +499,8 @@
     place.replaceChildren(top);
     tip.hidden = true;
     for (const button of document.querySelectorAll("[data-step]")) button.setAttribute("aria-pressed", Number(button.dataset.step) === index);
-    top.append(stepCards(step));
+    if (data.run !== null) section(top, "plan", `Plan of ${step.name}`, "As predicted.").append(stepCards(step));
+    else top.append(stepCards(step));
     timeline = new Timeline(step, section(top, "timeline", `Timeline: ${step.name}`, `A row per ${UNIT}, below them a row per node with NICs; the page shows through where a ${UNIT} waits.`));
     section(top, "lengths", "Lengths", "Sequences by length, from so many tokens to twice as many.").append(...histogram(step.lengths));
     holdings(step, top);
@@ -511,12 +513,14 @@
     const slowest = Math.max(...data.steps.map((step) => step.step_ns)), first = data.steps[0].step_ns;
     made.append(element("div", { class: "tabs" }, ...data.steps.map((step, k) =>
       element("button", { type: "button", "data-step": k, onclick: () => showStep(k, place) }, step.name))));
-    const columns = [["planner", "text"], ["step"], ["", "text"], ["speed-up"], ["above bound"], ["idle"], ["communication"], ["memory, GiB"], ["rounds"], ["to plan"]];
+    const columns = [["planner", "text"], ["step"], ["", "text"], ["speed-up"], ["above bound"], ["idle"], ["communication"], ["memory, GiB"], ["rounds"]];
+    const timed = data.steps.some((step) => step.figures.plan_ms !== null);
+    if (timed) columns.push(["to plan"]);
     made.append(table(columns, data.steps.map((step) => {
       const f = step.figures;
       const bar = element("span", { class: "bar", style: `width:calc(var(--bar) * ${(step.step_ns / slowest).toFixed(4)})` });
       return [step.name, duration(step.step_ns), bar, `${(first / step.step_ns).toFixed(2)}x`, f.gap === null ? "" : percent(f.gap), percent(f.idle_share),
-        percent(f.comm_share), f.peak_memory_gib.toFixed(1), f.rounds, f.plan_ms === null ? "" : duration(1e6 * f.plan_ms)];
+        percent(f.comm_share), f.peak_memory_gib.toFixed(1), f.rounds, ...(timed ? [f.plan_ms === null ? "" : duration(1e6 * f.plan_ms)] : [])];
     })));
   }
 
@@ -529,13 +533,14 @@
       ["tokens_per_second", figures.tokens_per_second === null ? "none" : number(figures.tokens_per_second), "tokens/s, this process"],
       ["prediction_error", error === null ? "not known" : percent(error), "mean error of the prediction"]]));
     const mean = each > 1 ? ` A point is the mean of ${number(each)} steps.` : "";
-    const ms = (value) => duration(1e6 * value);
+    const ms = (value) => duration(1e6 * value), msScale = (value, low, high) => (value ? axisTime(1e6 * value, { from: 0, to: 1e6 * high }) : "0");
+    const lossScale = (value, low, high) => number(value, 3, Math.max(0, Math.ceil(-Math.log10((high - low) / 4))));
     section(parent, "run", "Predicted against measured", `Time of a step by the cost model, and as the run took it.${mean}`).append(
       lineChart("Step time", [{ name: "measured", points: of("measured_ms"), colour: colours[1] },
-        { name: "predicted", points: of("predicted_ms"), colour: data.colours.degrees[2], dash: "6 4" }], ms),
+        { name: "predicted", points: of("predicted_ms"), colour: data.colours.degrees[2], dash: "6 4" }], ms, true, msScale),
       legend([[colours[1], "measured"], [data.colours.degrees[2], "predicted (dashed)"]]));
     section(parent, "loss", "Loss", `Sum of token losses by valid tokens of the step.${mean}`)
-      .append(lineChart("Loss", [{ name: "loss", points: of("loss"), colour: data.colours.degrees[2] }], (loss) => number(loss, 3), false));
+      .append(lineChart("Loss", [{ name: "loss", points: of("loss"), colour: data.colours.degrees[2] }], (loss) => number(loss, 3), false, lossScale));
     if (columns.gap_to_bound.some((gap) => gap !== null))
       section(parent, "gap-run", "Gap to the bound", `How far the plan of every step is above the proven lower bound, as predicted.${mean}`)
         .append(lineChart("Gap to the bound", [{ name: "above the bound", points: of("gap_to_bound"), colour: colours[2] }], percent));

@@ -3,6 +3,7 @@ import pytest
 from seqloom.cli import demo
 from seqloom.cli.doctor import Package
 from seqloom.plan import Plan
+from support.reports import Report
 
 
 @pytest.fixture
@@ -24,10 +25,14 @@ def test_it_writes_the_plan_and_says_what_next(run, folder, without_extras):
     [command] = [line.strip() for line in result.out.splitlines() if line.startswith("  seqloom simulate")]
     simulated = run(command.removeprefix("seqloom ") + " --json").json
     assert simulated["plan_hash"] == plan.hash
+    assert result.out.splitlines()[-1].startswith("Open seqloom-demo.html in a browser")
+    steps = {step["name"]: step["figures"] for step in Report.load(folder / "seqloom-demo.html").data["steps"]}
+    assert list(steps) == ["static", "adaptive", "flex", "auto"] and steps["auto"]["plan_hash"] == plan.hash
 
 
 def test_json_compares_the_planners(run, folder, without_extras):
-    report = run("demo --no-train --json --seed 5 --out other.txt").json
+    report = run("demo --no-train --json --seed 5 --out other.txt --html other.html").json
+    assert report["html"] == "other.html" and (folder / "other.html").exists()
     planners = report["planners"]
     assert list(planners) == ["static", "adaptive", "flex", "auto"]
     assert Plan.load(folder / "other.txt").hash == planners["auto"]["plan_hash"][0]

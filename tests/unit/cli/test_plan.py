@@ -249,9 +249,9 @@ def test_documents_and_stores_are_planned_and_what_is_not_used_is_said(run, fold
     (folder / "texts.jsonl").write_text("".join(f'{{"text": "{"x" * n}"}}\n' for n in (0, 9, 99, 40, 7)))
     plan = "plan --cluster 1x2xH200 --model llama3-8b --batch-size 2"
     result = run(f"{plan} --lengths texts.jsonl --tokenizer bytes --max-length 60")
-    assert "1 records with nothing to learn left out" in result.out
-    assert "1 sequences above 60 tokens dropped first" in result.out
-    assert "1 sequences after the last batch not used" in result.out
+    assert "1 record with nothing to learn left out" in result.out
+    assert "1 sequence above 60 tokens dropped first" in result.out
+    assert "1 sequence after the last batch not used" in result.out
     found = run(f"{plan} --lengths texts.jsonl --tokenizer bytes --max-length 60 --json").json
     assert (found["left_out"], found["dropped"], found["unused"], found["sequences"]) == (1, 1, 1, 2)
     assert run("data prepare texts.jsonl --out store --tokenizer bytes").code == 0
