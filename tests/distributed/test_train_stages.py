@@ -49,7 +49,7 @@ def place(tmp_path_factory):
 def train(transport, config: Config):
     """One rank of a run; returns the number of its stages and the loss of every step."""
     setup, records = train_in_process(transport, config)
-    return len(setup.planners.stages), [record.loss for record in records]
+    return setup.config.pipeline.stages, [record.loss for record in records]
 
 
 def run(gloo_pool, place: Path, name: str, *settings: str) -> tuple[int, list[float]]:
@@ -67,8 +67,8 @@ def whole(gloo_pool, place):
 
 @pytest.fixture(scope="module")
 def piped(gloo_pool, place):
-    """A run with four stages of two ranks each."""
-    stages, losses = run(gloo_pool, place, "piped", "pipeline.stages=4")
+    """A run with four stages of two ranks each, which all have the head."""
+    stages, losses = run(gloo_pool, place, "piped", "pipeline.stages=4", "pipeline.head=all")
     assert stages == 4
     return losses
 

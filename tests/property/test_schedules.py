@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.plan.action import ActionKind
-from seqloom.plan.rules.actions import ActionTable, check_complete, check_ends, check_messages, send_of
+from seqloom.plan.rules.actions import ActionTable, check_complete, check_messages, check_messages_end
 from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, peak_memory, simulate_schedule
 from seqloom.schedules.registry import SCHEDULES
 from seqloom.schedules.schedule import to_csv
@@ -40,7 +40,7 @@ def test_every_schedule_keeps_every_rule(schedule):
     table = ActionTable("plan", schedule.pp_ranks, len(schedule.units), rows)
     check_complete(table)
     check_messages(table)
-    check_ends(table, send_of, "a receive waits for its send")
+    check_messages_end(table)
     computing = {ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W}
     assert tuple(tuple(a for a in row if a.kind in computing) for row in rows) == schedule.rows
     assert Schedule.from_csv(to_csv(schedule.rows), schedule.name, pieces_of(schedule)) == schedule

@@ -370,7 +370,15 @@ class AnalyticEngine(CostEngine):
         if self.tensor > 1:  # gradients of norms, each rank's of its own tokens
             size = GRADIENT_BYTES * sum(map(memory.replicated_of, stages)) / memory.shards(shard_group)[1]
             moved += 2 * self.links.collective(size, self.tensor, 1)
+        if reduces:
+            moved += self._head_sum_ns(stages, ranks, self.memory.shards(shard_group)[0])
         return moved + (rest + self._optimiser_ns(updated)), moved
+
+    def _head_sum_ns(self, stages: Sequence[LayerRange], ranks: int, shards: int) -> float:
+        """ns of summing the gradients of the head over all head stages, on ranks that are a stage apart."""
+        heads = [layers for layers in stages if layers.first == layers.stop]
+        size = GRADIENT_BYTES * sum(self.memory.trained_of(layers).common for layers in heads) / shards
+        return 2 * self.links.collective(size, heads[0].head_stages, 1, ranks) if size else 0.0
 
     def _collectives(self, stages: Sequence[LayerRange], shard_group: int) -> Iterator[ShardedParameters]:
         """Yield what collectives over a rank's parameters move.

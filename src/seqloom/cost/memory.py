@@ -281,6 +281,8 @@ class AnalyticMemory:
         sums of tensor ranks sent and received; and rows of an EP group sent and received.
         """
         model, tensor, hidden = self.model, self.tensor, self.model.hidden
+        if layers.first == layers.stop:  # a head stage: its input, and the gradient of what the loss takes
+            return ActivationBytes(2.0 * 2 * hidden, 2.0 * 3 * hidden, 2.0 * 3 * hidden, 0.0, 0.0)
         query, kv = attention_widths(model)
         values, whole = self._values[layers.first : layers.stop], self._whole(layers)
         outputs = 2 * (tensor - 1) * hidden  # gradients of both halves' outputs, gathered from the tensor ranks

@@ -307,7 +307,8 @@ def component_passes(
     """
     rank, load = times.member_rank, times.rank_ns
     member = component[rank]
-    slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(component.max() + 1)])
+    components = range(component.max() + 1)
+    slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in components], dtype=np.int64)
     shares = forward_shares(work, layers, cost.engine.forward)
     cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], shares, cost.engine.matmul_share)
     length = times.component_ns(component)

@@ -317,7 +317,7 @@ class _Run:
         ids, labels = self._read(context, microbatch.round) if layers.has_embedding or layers.has_head else (None, None)
         inputs = ids if layers.has_embedding else self._receive(Action(action.stage, RECV_F, action.round))
         assert inputs is not None
-        recompute = microbatch.checkpoint == Checkpoint.STAGE
+        recompute = microbatch.checkpoint == Checkpoint.STAGE and layers.first < layers.stop  # no logits twice
         if offload is None:
             self._host_copies.release()
         elif not recompute:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -142,11 +142,13 @@ def bind_plan(
         for number, current in enumerate(pipeline.rounds):
             work = current.by_stage[stage]
             context = None
-            if _takes_part(work, shard_group):
+            if _takes_part(work, shard_group) and pipeline.chain.is_head(stage):
+                context = _bind_head(work, transport, device)
+            elif _takes_part(work, shard_group):
                 span, peers = (layers.first, layers.stop), {"ep_ranks": ep_ranks, "tp_ranks": tp_ranks}
                 context = bind_round(work, tensor=tensor, layers=span, **peers)
-            if prepare is not None and context is not None:
-                prepare(context)
+                if prepare is not None:
+                    prepare(context)
             slices = (None, None) if context is None else boundary.slices(stage, number, context.tokens)
             microbatches.append(RankMicroBatch(number, work.checkpoint, context, layers, work.offload, *slices))
         stages[stage] = tuple(microbatches)
@@ -155,6 +157,12 @@ def bind_plan(
     actions = tuple(each for each in row if each.round is None or stages[each.stage][each.round].context is not None)
     leaves = _shared_last_backward(pipeline, row, rank) if free else None
     return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, leaves, kv_cache, progress)
+
+
+def _bind_head(work: StageMicroBatch, transport: Transport, device: torch.device) -> Context:
+    """Bind a round of a head stage: the rank's own tokens, since no token needs another one there."""
+    own = tuple(group for group in work.groups if transport.rank in group.ranks)
+    return bind(replace(work, groups=own), transport, device=device)
 
 
 def _takes_part(work: StageMicroBatch, shard_group: tuple[int, ...]) -> bool:

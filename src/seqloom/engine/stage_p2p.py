@@ -9,7 +9,6 @@ of one step. A sent tensor is freed when the send is known to be done; nobody wa
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -58,24 +57,30 @@ class StageBoundary:
 
     def __init__(self, pipeline: Pipeline, rank: int, device: torch.device) -> None:
         """Look at a pipeline; rows are computed when they are asked for."""
-        self._pipeline, self._rank, self._device = pipeline, rank, device
+        self._pipeline, self._rank, self._device, self._chain = pipeline, rank, device, pipeline.chain
         self._layout = cache(lambda stage, number: hidden_layout(pipeline.rounds[number].by_stage[stage]))
+        self._head_layout = cache(lambda number: dealt_layout(pipeline.rounds[number].by_stage[self._chain.last + 1 :]))
         self._is_unchanged = cache(self._compare)
 
     def slices(self, stage: int, round_index: int, tokens: int) -> tuple[RowSlices, RowSlices]:
         """Return what comes from the previous stage and goes to the next one; this rank has so many tokens here."""
-        last = len(self._pipeline.stages) - 1
-        received = self._side(stage - 1, round_index, tokens, sends=False) if stage else None
-        sent = self._side(stage, round_index, tokens, sends=True) if stage < last else None
+        before, after = self._chain.previous(stage), self._chain.following(stage)
+        received = self._side(before, round_index, tokens, sends=False) if stage else None
+        sent = self._side(stage, round_index, tokens, sends=True) if after else None
         return received, sent
 
     def has_message(self, stage: int, round_index: int) -> bool:
-        """Whether rows of a round change ranks between `stage` and the next one."""
+        """Whether rows of a round change ranks between `stage` and the next one, or go to head stages."""
+        if self._is_dealt(stage):
+            return True
         ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
         return ranks != others or not self._is_unchanged(stage, round_index)
 
     def _side(self, stage: int, round_index: int, tokens: int, *, sends: bool) -> RowSlices:
-        """Return this rank's side of the boundary between `stage` and the next one."""
+        """Return this rank's side of the boundary between `stage` and the next one, or all head stages."""
+        if self._is_dealt(stage):
+            layouts = self._layout(stage, round_index), self._head_layout(round_index)
+            return row_slices(*layouts, self._rank, sends=sends, device=self._device)
         ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
         if self._is_unchanged(stage, round_index):
             if ranks == others:
@@ -84,6 +89,10 @@ class StageBoundary:
             return all_rows(tokens, there[here.index(self._rank)])
         layouts = self._layout(stage, round_index), self._layout(stage + 1, round_index)
         return row_slices(*layouts, self._rank, sends=sends, device=self._device)
+
+    def _is_dealt(self, stage: int) -> bool:
+        """Whether head stages take the output of a stage."""
+        return self._chain.heads > 0 and stage == self._chain.last
 
     def _compare(self, stage: int, round_index: int) -> bool:
         """Whether ranks of equal index in a stage and the next one hold the same tokens."""
@@ -97,6 +106,12 @@ class StageBoundary:
 def hidden_layout(work: StageMicroBatch) -> Layout:
     """Return who holds which tokens between layers, and so between stages."""
     return work.linear_layout() if work.remap == Remap.ATTENTION else work.attention_layout()
+
+
+def dealt_layout(works: Sequence[StageMicroBatch]) -> Layout:
+    """Return who holds which tokens of a round in head stages."""
+    columns = [work.attention_layout().columns()[:4] for work in works]
+    return Layout(*(np.concatenate(each) for each in zip(*columns, strict=True)))
 
 
 def same_groups(work: StageMicroBatch, other: StageMicroBatch, ranks: Sequence[int], others: Sequence[int]) -> bool:
@@ -169,10 +184,10 @@ def place_messages(
     placed: list[list[tuple[int, int, int, Action]]] = []
     for times, row in zip(start, computing, strict=True):
         placed.append([(time, 1, index, action) for index, (time, action) in enumerate(zip(times, row, strict=True))])
-    for number, (time, send, receive) in enumerate(_messages(pipeline, stop, boundary)):
-        sender, receiver = pp_ranks[send.stage], pp_ranks[receive.stage]
-        placed[sender].append((time, 0, 2 * number, send))
-        placed[receiver].append((time, 0, 2 * number + 1, receive))
+    for number, (time, sends, receives) in enumerate(_messages(pipeline, stop, boundary)):
+        for after, actions in enumerate((sends, receives)):
+            for action in actions:
+                placed[pp_ranks[action.stage]].append((time, 0, 2 * number + after, action))
     sorted_rows = [[action for *_, action in sorted(each, key=lambda entry: entry[:3])] for each in placed]
     return [_ends_last(row) for row in sorted_rows] if reduce_last else sorted_rows
 
@@ -181,7 +196,7 @@ def _time_rows(
     pipeline: Pipeline, rows: Sequence[Sequence[Action]], pp_ranks: Sequence[int]
 ) -> tuple[list[list[int]], dict[tuple[int, bool, int | None], int]]:
     """Return when every action of the rows starts, and when every forward (True) or backward of a stage stops."""
-    last = len(pp_ranks) - 1
+    chain = pipeline.chain
     tokens = cache(lambda stage, number: max_rank_tokens(pipeline.rounds[number].by_stage[stage]))
     layers = [each.stop - each.first for each in pipeline.layer_ranges]
     start: list[list[int]] = [[] for _ in rows]
@@ -192,11 +207,12 @@ def _time_rows(
         for row, actions in enumerate(rows):
             for action in actions[len(start[row]) :]:
                 stage, forward = action.stage, action.kind == F
-                previous = stage - 1 if forward else stage + 1
-                if action.kind in (F, B, I) and 0 <= previous <= last:
-                    if (previous, forward, action.round) not in stop:
+                if action.kind in (F, B, I):
+                    previous = (chain.previous(stage),) * (stage > 0) if forward else chain.following(stage)
+                    ready = [stop.get((each, forward, action.round), -1) for each in previous]
+                    if min(ready, default=0) < 0:
                         break
-                    now[row] = max(now[row], stop[previous, forward, action.round])
+                    now[row] = max(now[row], *ready) if ready else now[row]
                 start[row].append(now[row])
                 moved = True
                 if action.kind in (F, B, I, W):
@@ -214,22 +230,31 @@ def max_rank_tokens(work: StageMicroBatch) -> int:
 
 def _messages(
     pipeline: Pipeline, stop: Mapping[tuple[int, bool, int | None], int], boundary: StageBoundary
-) -> list[tuple[int, Action, Action]]:
-    """Return the time of every message, its SEND and its RECV, in the order of their times."""
+) -> list[tuple[int, list[Action], list[Action]]]:
+    """Return the time of every message, its SEND and its RECV, in the order of their times.
+
+    What goes to head stages, or comes from them, is one message: of one SEND or of one RECV.
+    """
     found = []
-    by_boundary: dict[tuple[int, bool], list[tuple[int, int, int]]] = defaultdict(list)
-    for (stage, forward, number), time in stop.items():
-        other = stage + 1 if forward else stage - 1
-        if (other, forward, number) in stop and number is not None and boundary.has_message(min(stage, other), number):
-            by_boundary[stage, forward].append((stop[other, forward, number], time, number))
-    for (stage, forward), messages in by_boundary.items():
-        other, kinds = (stage + 1, (SEND_F, RECV_F)) if forward else (stage - 1, (SEND_B, RECV_B))
-        used = sorted(messages)
-        for index, (_, time, number) in enumerate(used):
-            if index >= UNREAD and pipeline.stages[stage].ranks != pipeline.stages[other].ranks:
-                time = max(time, used[index - UNREAD][0])
-            found.append((time, Action(stage, kinds[0], number), Action(other, kinds[1], number)))
-    return sorted(found, key=lambda each: (each[0], each[1].stage, each[1].kind, each[1].round))
+    for early in range(pipeline.chain.last + 1):
+        lates = pipeline.chain.following(early)
+        waits = any(pipeline.stages[late].ranks != pipeline.stages[early].ranks for late in lates)
+        for forward in (True, False) if lates else ():
+            senders, receivers = ((early,), lates) if forward else (lates, (early,))
+            send, receive = (SEND_F, RECV_F) if forward else (SEND_B, RECV_B)
+            used: list[tuple[int, int, int]] = []
+            for number in range(len(pipeline.rounds)):
+                made, wanted = ([stop.get((s, forward, number), -1) for s in side] for side in (senders, receivers))
+                if min(*made, *wanted) >= 0 and boundary.has_message(early, number):
+                    used.append((max(wanted), max(made), number))
+            used.sort()
+            for index, (_, time, number) in enumerate(used):
+                if index >= UNREAD and waits:
+                    time = max(time, used[index - UNREAD][0])
+                sends = [Action(s, send, number) for s in senders]
+                receives = [Action(s, receive, number) for s in receivers]
+                found.append((time, sends, receives))
+    return sorted(found, key=lambda each: (each[0], each[1][0].stage, each[1][0].kind, each[1][0].round))
 
 
 def _ends_last(row: list[Action]) -> list[Action]:
@@ -295,7 +320,8 @@ class StageP2P:
         """
         self._empty, self._progress, self._device = empty_hidden_states, progress, device
         self._pp_ranks = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))] if pipeline else []
-        self._leave_with_receive = {send_of(each) for each in row if each.kind in (RECV_F, RECV_B)} & {*row}
+        self._pipeline = pipeline
+        self._leave_with_receive = {self._send_of(each) for each in row if each.kind in (RECV_F, RECV_B)} & {*row}
         self._on = cache(transport.on)
         self._outputs: dict[Action, _Output] = {}
         self._received: dict[Action, _Received] = {}
@@ -324,7 +350,7 @@ class StageP2P:
 
     def receive(self, action: Action, tokens: int, slices: Sequence[RowSlice]) -> None:
         """Run a RECV of the row: start to receive."""
-        send = send_of(action)
+        send = self._send_of(action)
         sends, output = self._leaving.pop(send, ([], None))
         with self._on_stream_of(send):
             result, receives, scattered = self._empty(tokens), [], []
@@ -363,8 +389,14 @@ class StageP2P:
         while self._sent:
             self._free_sent(next(iter(self._sent)))
 
+    def _send_of(self, receive: Action) -> Action:
+        assert self._pipeline is not None  # there is a row
+        return send_of(receive, self._pipeline)
+
     def _channel(self, send: Action) -> Channel:
-        return Channel.of_message(self._pp_ranks[send.stage], forward=send.kind == SEND_F)
+        """Return the channel of a message; those of head stages, which go to one pipeline rank, share one."""
+        stage = send.stage if self._pipeline is None else min(send.stage, self._pipeline.chain.last)
+        return Channel.of_message(self._pp_ranks[stage], forward=send.kind == SEND_F)
 
     def _start(self, action: Action, send: Action, sends: list[P2PTensor], receives: list[P2PTensor]) -> Exchange:
         peers = [each.peer for each in (*sends, *receives)]
@@ -407,11 +439,14 @@ def _use_in_current_stream(tensors: Sequence[torch.Tensor]) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def send_of(receive: Action) -> Action:
-    """Return the SEND of a RECV."""
-    forward = receive.kind == RECV_F
-    stage, kind = (receive.stage - 1, SEND_F) if forward else (receive.stage + 1, SEND_B)
-    return Action(stage, kind, receive.round)
+def send_of(receive: Action, pipeline: Pipeline) -> Action:
+    """Return the SEND of a RECV: of several head stages' that of the same ranks."""
+    chain, number = pipeline.chain, receive.round
+    if receive.kind == RECV_F:
+        return Action(chain.previous(receive.stage), SEND_F, number)
+    senders, ranks = chain.following(receive.stage), pipeline.stages[receive.stage].ranks
+    own = [stage for stage in senders if pipeline.stages[stage].ranks == ranks]
+    return Action((own or senders)[0], SEND_B, number)
 
 
 class Progress:
@@ -420,6 +455,7 @@ class Progress:
     def __init__(self, pipeline: Pipeline | None, rank: int, name: str = "") -> None:
         """Start before the first action; a rank may be in no pipeline, or in one of several, which has a name."""
         self._rows, self._rank, self._name = () if pipeline is None else pipeline.actions, rank, name
+        self._pipeline = pipeline
         by_pp_rank = () if pipeline is None else pipeline.ranks_by_pp_rank
         self._pp_rank = next((index for index, ranks in enumerate(by_pp_rank) if rank in ranks), None)
         self._action: Action | None = None
@@ -461,17 +497,17 @@ class Progress:
         if not self._rows:
             return f"{self.describe()}{reason}"
         mark = None
-        if self._pp_rank is not None:
-            mark = self._pp_rank, _index_in(self._rows[self._pp_rank], self._action)
+        if self._pp_rank is not None and self._pipeline is not None:
+            mark = self._pp_rank, _index_in(self._rows[self._pp_rank], self._action, self._pipeline)
         return f"{self.describe()}{reason}:\n{grid(self._rows, mark=mark)}"
 
 
-def _index_in(row: Sequence[Action], action: Action | None) -> int:
+def _index_in(row: Sequence[Action], action: Action | None, pipeline: Pipeline) -> int:
     """Return the index of an action in a row; of a local message, which is not in it, that of what produces it."""
     if action is None:
         return len(row) - 1
     if action in row:
         return row.index(action)
-    send = send_of(action) if action.kind in (RECV_F, RECV_B) else action
+    send = send_of(action, pipeline) if action.kind in (RECV_F, RECV_B) else action
     producers = [Action(send.stage, kind, send.round) for kind in ((F,) if send.kind == SEND_F else (B, I))]
     return next(index for index, each in enumerate(row) if each in producers)

@@ -232,7 +232,8 @@ class ModelAdapter:
         states = self.embed(given, context) if part.has_embedding else given
         if part.has_embedding and input_gradient and not states.requires_grad:
             states.requires_grad_()
-        states = self.body(states, context, part.first, len(self.layers) if whole else part.stop)
+        if part.first < part.stop:
+            states = self.body(states, context, part.first, len(self.layers) if whole else part.stop)
         return self.norm(states) if part.has_head else states
 
     def _needs_input_gradient(self, context: Context) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter, to_meta
 from seqloom.plan import LayerRange, Sharding, Stage
+from seqloom.plan.pipeline import layer_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class Placement:
 
     def layer_ranges(self, pp_rank: int) -> tuple[LayerRange, ...]:
         """Return the layers of every stage of a pp rank."""
-        ranks, layers = self.ranks_by_pp_rank[pp_rank], self.stages[-1].layers[1]
-        return tuple(LayerRange(*stage.layers, layers) for stage in self.stages if stage.ranks == ranks)
+        ranks, every = self.ranks_by_pp_rank[pp_rank], zip(self.stages, layer_ranges(self.stages), strict=True)
+        return tuple(layers for stage, layers in every if stage.ranks == ranks)
 
     @property
     def expert(self) -> int:

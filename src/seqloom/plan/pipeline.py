@@ -17,18 +17,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import takewhile
 from typing import NamedTuple
 
+from seqloom.layout.layout import Span
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.limits import Reduce
-from seqloom.plan.round import Round
+from seqloom.plan.round import Group, Round, StageMicroBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Ranks that run layers `layers[0] .. layers[1] - 1`.
 
-    Several stages of a pipeline may have the same ranks, see `Pipeline`.
+    Several stages of a pipeline may have the same ranks, see `Pipeline`. A stage without layers, behind the last one
+    that has some, is a head stage: see `deal_head`.
 
     With a tensor degree t above 1 the weights are split over t neighbours: ranks 0 to t - 1 of the stage, the next t,
     and so on. Tokens and heads are then split over these ranks exactly as over Ulysses ranks, so tensor ranks are the
@@ -53,12 +56,14 @@ class Stage:
 class LayerRange(NamedTuple):
     """Layers `first .. stop - 1` of a model with `model_layers` layers: what a stage has of it.
 
-    The first range also embeds; the last also has the final norm, the vocabulary projection and the loss.
+    The first range also embeds; the last also has the final norm, the vocabulary projection and the loss, unless stages
+    of their own have these.
     """
 
     first: int
     stop: int
     model_layers: int
+    head_stages: int = 0  # that have norm, projection and loss between them, and no layers; 0: the last range has these
 
     @property
     def has_embedding(self) -> bool:
@@ -68,7 +73,75 @@ class LayerRange(NamedTuple):
     @property
     def has_head(self) -> bool:
         """Whether it returns the sum of token losses; other ranges return hidden states."""
-        return self.stop == self.model_layers
+        return self.stop == self.model_layers and (self.first == self.stop or not self.head_stages)
+
+
+class StageChain(NamedTuple):
+    """Which stage hands its output to which: every one to the next, the last with layers to all head stages."""
+
+    stages: int
+    heads: int = 0  # of these stages, the last ones, which have no layers
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage]) -> StageChain:
+        """The chain of the stages of a pipeline."""
+        heads = takewhile(lambda stage: stage.layer_count == 0, reversed(stages[1:]))
+        return cls(len(stages), sum(1 for _ in heads))
+
+    @property
+    def last(self) -> int:
+        """The last stage with layers."""
+        return self.stages - self.heads - 1
+
+    def is_head(self, stage: int) -> bool:
+        """Whether a stage has no layers."""
+        return stage > self.last
+
+    def previous(self, stage: int) -> int:
+        """The stage whose output a stage takes; -1 before the first."""
+        return min(stage - 1, self.last)
+
+    def following(self, stage: int) -> tuple[int, ...]:
+        """The stages that take a stage's output; () behind the end."""
+        if stage == self.last:
+            return tuple(range(stage + 1, self.stages))
+        return (stage + 1,) if stage < self.last else ()
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield every stage with the one before it."""
+        for stage in range(1, self.stages):
+            yield self.previous(stage), stage
+
+
+def layer_ranges(stages: Sequence[Stage]) -> tuple[LayerRange, ...]:
+    """Return the layers of every stage of a pipeline."""
+    heads = StageChain.of(stages).heads
+    return tuple(LayerRange(*stage.layers, stages[-1].layers[1], heads) for stage in stages)
+
+
+def deal_head(work: StageMicroBatch, ranks: Sequence[Sequence[int]]) -> tuple[StageMicroBatch, ...]:
+    """Deal the tokens of a micro-batch to the head stages, which have these ranks: equally many to every rank.
+
+    The norm, the vocabulary projection and the loss of a token need no other token. The tokens are taken in the order
+    of the last stage's groups, in runs, and runs that follow each other go to head stages that do: what the first rank
+    of the last stage has goes to the first ranks of all head stages.
+    """
+    spans = list(work.spans())
+    total, places = sum(span.tokens for span in spans), [rank for column in zip(*ranks, strict=True) for rank in column]
+    ends = [total * (k + 1) // len(places) for k in range(len(places))]
+    held: dict[int, list[Span]] = {rank: [] for rank in places}
+    at, k = 0, 0
+    for document, start, stop in spans:
+        while start < stop:
+            while ends[k] <= at:
+                k += 1
+            taken = min(stop - start, ends[k] - at)
+            held[places[k]].append(Span(document, start, start + taken))
+            start, at = start + taken, at + taken
+    return tuple(
+        StageMicroBatch(tuple(Group((rank,), 1, 1, tuple(held[rank])) for rank in block if held[rank]), work.checkpoint)
+        for block in ranks
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +157,9 @@ class Pipeline:
         stages 0-3 on  a b b a    V: pp_rank 0 runs stages 0 and 3, pp_rank 1 runs 1 and 2
 
     The output of a stage reaches the next one by SEND and RECV, or without any when both are on one pipeline rank.
+
+    Stages 2-3 on  a b  without layers are head stages: the last stage with layers, 1, sends each of them its tokens of
+    a round (2F, 2B and 3F, 3B work on these), and takes the gradients of all of them.
     """
 
     stages: tuple[Stage, ...]
@@ -103,7 +179,12 @@ class Pipeline:
     @property
     def layer_ranges(self) -> tuple[LayerRange, ...]:
         """The layers of every stage."""
-        return tuple(LayerRange(*stage.layers, self.stages[-1].layers[1]) for stage in self.stages)
+        return layer_ranges(self.stages)
+
+    @property
+    def chain(self) -> StageChain:
+        """Which stage hands its output to which."""
+        return StageChain.of(self.stages)
 
     def ep_groups(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of a stage that divide the experts of its layers among them, group by group."""

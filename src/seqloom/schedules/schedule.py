@@ -17,14 +17,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from seqloom.errors import PlanError, violation
 from seqloom.plan.action import Action, ActionKind, B, F, I, W
-from seqloom.plan.rules.actions import ActionTable, check_complete, check_ends, check_messages, check_order, send_of
+from seqloom.plan.pipeline import StageChain
+from seqloom.plan.rules.actions import (
+    ActionTable,
+    check_complete,
+    check_ends,
+    check_messages,
+    check_messages_end,
+    check_order,
+)
 from seqloom.schedules.memory import walk_rows
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -66,16 +74,23 @@ class Schedule:
     Attributes:
         pp_ranks: the pipeline rank of every stage, numbered in the order in which the stages name them.
         rows: actions per pipeline rank in the order in which it runs them; `Action.round` is the number of a unit.
+        heads: stages without layers, the last ones, one on every pipeline rank; see `schedules.head`.
     """
 
     name: str
     pp_ranks: tuple[int, ...]
     units: tuple[Unit, ...]
     rows: Rows
+    heads: int = 0
 
     def __repr__(self) -> str:
         pp_size = max(self.pp_ranks, default=-1) + 1
         return f"<Schedule {self.name}: {len(self.pp_ranks)} stages on {pp_size} pp_ranks, {len(self.units)} units>"
+
+    @property
+    def chain(self) -> StageChain:
+        """Which stage hands its output to which."""
+        return StageChain(len(self.pp_ranks), self.heads)
 
     @property
     def piece_pairs(self) -> tuple[tuple[int, int], ...]:
@@ -91,7 +106,8 @@ class Schedule:
     @property
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
         """For every pipeline rank, those that have a stage next to one of its own."""
-        pairs = {(a, b) for a, b in pairwise(self.pp_ranks) if a != b}
+        by_stage = ((self.pp_ranks[s] for s in pair) for pair in self.chain.pairs())
+        pairs = {(a, b) for a, b in by_stage if a != b}
         pairs |= {(b, a) for a, b in pairs}
         return tuple(tuple(sorted(b for a, b in pairs if a == pp_rank)) for pp_rank in range(len(self.rows)))
 
@@ -107,16 +123,16 @@ class Schedule:
             one: what an error calls 1, for example the bytes of a micro-batch.
         """
         _check_shape(self)
-        table = ActionTable(self.name, self.pp_ranks, len(self.units), self.rows, self.piece_pairs)
+        table = ActionTable(self.name, self.pp_ranks, len(self.units), self.rows, self.piece_pairs, self.heads)
+        chain = self.chain
         split = {(a.stage, a.round) for row in self.rows for a in row if a.kind is I}
 
-        def awaits(action: Action) -> Action | None:
+        def awaits(action: Action) -> tuple[Action, ...]:
             stage, number = action.stage, action.round
             if action.kind is F:
-                return Action(stage - 1, F, number) if stage > 0 else None
-            if action.kind is W or stage == len(self.pp_ranks) - 1:
-                return None
-            return Action(stage + 1, I if (stage + 1, number) in split else B, number)
+                return (Action(chain.previous(stage), F, number),) if stage > 0 else ()
+            after = () if action.kind is W else chain.following(stage)
+            return tuple(Action(each, I if (each, number) in split else B, number) for each in after)
 
         with _grid_in_errors(self.rows):
             check_complete(table)
@@ -138,25 +154,37 @@ class Schedule:
             for row in self.rows
         ]  # where a row would use a RECV
         sends: list[dict[int, list[Action]]] = [defaultdict(list) for _ in self.rows]
-        receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in self.rows]
+        places: list[dict[Action, int]] = [{} for _ in self.rows]  # of every RECV
         for pp_rank, row in enumerate(self.rows):
             sent: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # by receiver: where it uses a RECV, and it
             for k, action in enumerate(row):
-                step, send, receive = _MESSAGES.get(action.kind, (0, F, F))
-                peer = action.stage + step
-                if step == 0 or not 0 <= peer < len(self.pp_ranks) or self.pp_ranks[peer] == pp_rank:
+                peers = [peer for peer in self._receivers(action) if self.pp_ranks[peer] != pp_rank]
+                if not peers:
                     continue
+                _, send, receive = _MESSAGES[action.kind]
                 sends[pp_rank][k].append(Action(action.stage, send, action.round))
-                arrival, receiver = Action(peer, receive, action.round), self.pp_ranks[peer]
-                sent[receiver].append((used[receiver][arrival], arrival))
+                for peer in peers:
+                    arrival, receiver = Action(peer, receive, action.round), self.pp_ranks[peer]
+                    sent[receiver].append((used[receiver][arrival], arrival))
             for receiver, messages in sent.items():
                 latest = list(accumulate((place for place, _ in reversed(messages)), min))[::-1]
                 for place, (_, arrival) in zip(latest, messages, strict=True):
-                    receives[receiver][place].append(arrival)
+                    places[receiver][arrival] = min(place, places[receiver].get(arrival, place))
+        receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in self.rows]
+        for before, placed in zip(receives, places, strict=True):
+            for arrival, place in placed.items():
+                before[place].append(arrival)
         return tuple(
             tuple(each for k, action in enumerate(row) for each in (*before[k], action, *after[k]))
             for before, row, after in zip(receives, self.rows, sends, strict=True)
         )
+
+    def _receivers(self, action: Action) -> tuple[int, ...]:
+        """Return the stages that wait for the result of an action."""
+        step, *_ = _MESSAGES.get(action.kind, (0, F, F))
+        if step < 0:
+            return (self.chain.previous(action.stage),) if action.stage else ()
+        return self.chain.following(action.stage) if step else ()
 
     def pipeline_actions(self) -> Rows:
         """Return a plan's `Pipeline.actions`: with messages, parameters gathered and gradients reduced once.
@@ -200,7 +228,7 @@ class Schedule:
             with _grid_in_errors(rows):
                 check_complete(table)
                 check_messages(table)
-                check_ends(table, send_of, "a receive waits for its send")
+                check_messages_end(table)
         return schedule
 
 

@@ -92,12 +92,13 @@ def _run_rows(schedule: Schedule, times: Times, message: int) -> tuple[list[list
 
     A row that waits is taken up again when a row with a neighbouring stage has gone on.
     """
-    pp_ranks, rows = schedule.pp_ranks, schedule.rows
-    last = len(pp_ranks) - 1
+    pp_ranks, rows, chain = schedule.pp_ranks, schedule.rows, schedule.chain
+    previous = [chain.previous(s) for s in range(len(pp_ranks))]
+    following = [chain.following(s) for s in range(len(pp_ranks))]
     forward, backward, weight, split_weight = (column.tolist() for column in (*times[:3], times.split_weight))
     forward_end: list[list[int]] = [[-1] * len(schedule.units) for _ in pp_ranks]
     backward_end: list[list[int]] = [[-1] * len(schedule.units) for _ in pp_ranks]  # of B or I
-    delay = [message if s and pp_ranks[s] != pp_ranks[s - 1] else 0 for s in range(len(pp_ranks))]
+    delay = [message if s and pp_ranks[s] != pp_ranks[before] else 0 for s, before in enumerate(previous)]
     start: list[list[int]] = [[] for _ in rows]
     stop: list[list[int]] = [[] for _ in rows]
     neighbours = schedule.neighbours
@@ -111,7 +112,7 @@ def _run_rows(schedule: Schedule, times: Times, message: int) -> tuple[list[list
             assert u is not None
             if kind is F:
                 if s:
-                    ready = forward_end[s - 1][u]
+                    ready = forward_end[previous[s]][u]
                     if ready < 0:
                         break
                     if ready + delay[s] > now:
@@ -122,12 +123,15 @@ def _run_rows(schedule: Schedule, times: Times, message: int) -> tuple[list[list
                 begins.append(now)
                 now += split_weight[s][u]
             else:
-                if s < last:
-                    ready = backward_end[s + 1][u]
+                ready = 0
+                for after in following[s]:
+                    ready = backward_end[after][u]
                     if ready < 0:
                         break
-                    if ready + delay[s + 1] > now:
-                        now = ready + delay[s + 1]
+                    if ready + delay[after] > now:
+                        now = ready + delay[after]
+                if ready < 0:
+                    break
                 begins.append(now)
                 backward_end[s][u] = now = now + backward[s][u] + (weight[s][u] if kind is B else 0)
             stops.append(now)

@@ -84,7 +84,7 @@ def event_table(graph: TaskGraph, starts: np.ndarray, ranks: int, end: tuple[int
 
     for key, kind, own, first in graph.computing:
         begin, batch = starts[first : first + len(own.duration)], graph.times[key]
-        finish = max(finish, int((begin + own.duration).max()))
+        finish = max(finish, int((begin + own.duration).max(initial=0)))
         at, code = begin[batch.component], EventKind[kind.value]
         place = (key.round, batch.group, batch.degree, key.pipeline, key.stage)
         add(batch.rank, at + own.start, at + own.stop, code, own.comm, *place)

@@ -200,6 +200,6 @@ def _summaries(plan: Plan, times: dict[MicroBatchKey, MicroBatchTimes]) -> tuple
     for key, batch in times.items():
         held_by = [sum(sizes[number] for number in joined) for joined in batch.shard_groups]
         comm, held = batch.comm.sum(), (batch.length * held_by).sum()
-        own = np.array([batch.length.max(), held, batch.total.sum() - comm, comm])
+        own = np.array([batch.length.max(initial=0), held, batch.total.sum() - comm, comm])
         sums[key.pipeline, key.round] = sums.get((key.pipeline, key.round), 0) + own
     return tuple(RoundSummary(*key, *sums[key].tolist()) for key in sorted(sums))

@@ -32,8 +32,8 @@ from seqloom.simulate.engine import Engine
 from seqloom.simulate.microbatch import ActionTimes, MicroBatchKey, MicroBatchTimes
 
 COMPUTING = frozenset((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))
-_TO = {ActionKind.SEND_F: (1, ActionKind.RECV_F), ActionKind.SEND_B: (-1, ActionKind.RECV_B)}
-_FROM = {receive: (-step, send) for send, (step, receive) in _TO.items()}
+_RECV = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
+_SEND = {receive: send for send, receive in _RECV.items()}
 
 
 class ComputeTasks(NamedTuple):
@@ -61,7 +61,7 @@ class TaskGraph:
 
     times: dict[MicroBatchKey, MicroBatchTimes]
     engine: Engine = field(default_factory=Engine)
-    messages: dict[tuple[MicroBatchKey, ActionKind], int] = field(default_factory=dict)  # by sender and kind of SEND
+    messages: dict[tuple[MicroBatchKey, int], int] = field(default_factory=dict)  # by sender and receiving stage
     computing: list[ComputeTasks] = field(default_factory=list)
     links: list[LinkTask] = field(default_factory=list)
 
@@ -85,95 +85,110 @@ def build_tasks(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBat
         _add_messages(graph, cost, pipeline, number)
         unshards = unshard_times_by_stage(cost, pipeline)
         for row in pipeline.actions:
-            _add_row(graph, number, row, unshards)
+            _add_row(graph, pipeline, number, row, unshards)
         _wait_for_documents(graph, number, pipeline)
     return graph
 
 
 def _add_messages(graph: TaskGraph, cost: CostModel, pipeline: Pipeline, number: int) -> None:
-    """Add a task for every SEND, provided that it has a RECV and the other way round."""
-    sends: set[tuple[int, ActionKind, int]] = set()  # stage, SEND_F or SEND_B, round
-    receives: dict[tuple[int, ActionKind, int], Action] = {}
+    """Add a task for every message, provided that its SEND has a RECV and the other way round."""
+    sent: dict[tuple[int, int, ActionKind, int], Action] = {}  # by stage, other stage, SEND_F or SEND_B, round
+    received: dict[tuple[int, int, ActionKind, int], Action] = {}
     for action in (action for row in pipeline.actions for action in row):
         if action.round is None:
             continue
-        if action.kind in _TO:
-            sends.add((action.stage, action.kind, action.round))
-        elif action.kind in _FROM:
-            back, kind = _FROM[action.kind]
-            receives[action.stage + back, kind, action.round] = action
-    for key in sorted(sends ^ receives.keys()):
-        missing = f"{_name(number, Action(*key))} is never received; add its RECV"
-        if key in receives:
-            missing = f"{_name(number, receives[key])} is never sent; add {Action(*key)}"
+        for other in _other_stages(pipeline, action):
+            if action.kind in _RECV:
+                sent[action.stage, other, action.kind, action.round] = action
+            else:
+                received[other, action.stage, _SEND[action.kind], action.round] = action
+    for key in sorted(sent.keys() ^ received.keys()):
+        sender, receiver, kind, r = key
+        missing = f"{_name(number, Action(sender, kind, r))} is never received; add its RECV"
+        if key in received:
+            missing = f"{_name(number, received[key])} is never sent; add {Action(sender, kind, r)}"
         raise SeqloomError(f"{missing}: every message is sent once and received once, by neighbours")
     pp_rank = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
 
     @cache
-    def price(r: int, stage: int) -> int:
-        works = pipeline.rounds[r].by_stage[stage : stage + 2]
+    def price(r: int, early: int, late: int) -> int:
+        head = pipeline.chain.is_head(late)  # which gets a part of what the early one has
+        works = [pipeline.rounds[r].by_stage[stage] for stage in ((late,) if head else (early, late))]
         tokens = max(int(tokens_on_ranks(cost, work).max()) for work in works)  # of the fullest rank of both stages
-        return cost.stage_message_ns(tokens, *pipeline.stages[stage : stage + 2])
+        return cost.stage_message_ns(tokens, pipeline.stages[early], pipeline.stages[late])
 
-    for stage, kind, r in sorted(sends):
-        step, receive = _TO[kind]
-        other = stage + step
-        ns = price(r, min(stage, other))
+    for stage, other, kind, r in sorted(sent):
+        ns = price(r, min(stage, other), max(stage, other))
         task = graph.engine.add(ns, links=((number, pp_rank[stage], "out"), (number, pp_rank[other], "in")))
         sender, receiver = MicroBatchKey(number, stage, r), MicroBatchKey(number, other, r)
-        ends = ((sender, kind.value), (receiver, receive.value))
+        ends = ((sender, kind.value), (receiver, _RECV[kind].value))
         graph.links.append(LinkTask(ends, False, ns, task, _name(number, Action(stage, kind, r))))
-        graph.messages[sender, kind] = task
+        graph.messages[sender, other] = task
 
 
-def _add_row(graph: TaskGraph, pipeline: int, row: tuple[Action, ...], unshards: dict[int, UnshardTimes]) -> None:
+def _other_stages(pipeline: Pipeline, action: Action) -> tuple[int, ...]:
+    """Stages on other pipeline ranks that a SEND goes to, or a RECV comes from; () for other actions."""
+    chain, own = pipeline.chain, pipeline.stages[action.stage].ranks
+    if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B):
+        return tuple(s for s in chain.following(action.stage) if pipeline.stages[s].ranks != own)
+    if action.kind in (ActionKind.SEND_B, ActionKind.RECV_F):
+        return tuple(s for s in (chain.previous(action.stage),) if s >= 0 and pipeline.stages[s].ranks != own)
+    return ()
+
+
+def _add_row(
+    graph: TaskGraph, pipeline: Pipeline, p: int, row: tuple[Action, ...], unshards: dict[int, UnshardTimes]
+) -> None:
     """Add the tasks of one pipeline rank. A receive is remembered per shard group until its next action."""
     engine, times = graph.engine, graph.times
     awaited: dict[int, set[int]] = {}
     for action, move in zip(row, shard_collectives(row, frozenset(unshards)), strict=True):
         if move is None and action.round is None:
             continue
-        key = MicroBatchKey(pipeline, action.stage, action.round or 0)
+        key = MicroBatchKey(p, action.stage, action.round or 0)
         components = times[key].shard_groups
         everyone = [number for shard_groups in components for number in shard_groups]
         if move is not None:
             ns = unshards[action.stage].of(move)
             task = engine.add(ns, streams=everyone)
-            graph.links.append(LinkTask(((key, move.name),), True, ns, task, _name(pipeline, action)))
+            graph.links.append(LinkTask(((key, move.name),), True, ns, task, _name(p, action)))
         elif action.kind in COMPUTING:
             own = times[key].action(action.kind)
             graph.computing.append(ComputeTasks(key, action.kind, own, len(engine)))
             for shard_groups, ns in zip(components, own.duration.tolist(), strict=True):
                 after = set().union(*(awaited.pop(number, ()) for number in shard_groups))
                 engine.add(ns, streams=shard_groups, after=after)
-        elif action.kind in _TO:
+        elif action.kind in _RECV:
             before = set(engine.last(everyone)).union(*(awaited.get(number, ()) for number in everyone))
-            engine.require(graph.messages[key, action.kind], before)
-        elif action.kind in _FROM:
-            back, kind = _FROM[action.kind]
-            message = graph.messages[key._replace(stage=action.stage + back), kind]
+            for other in _other_stages(pipeline, action):
+                engine.require(graph.messages[key, other], before)
+        elif action.kind in _SEND:
+            messages = {graph.messages[key._replace(stage=o), key.stage] for o in _other_stages(pipeline, action)}
             for number in everyone:
-                awaited.setdefault(number, set()).add(message)
+                awaited.setdefault(number, set()).update(messages)
 
 
 def _wait_for_documents(graph: TaskGraph, number: int, pipeline: Pipeline) -> None:
     """Let every document wait for itself, from one stage to the next (or back) on the same pipeline rank."""
-    local = {s for s in range(1, len(pipeline.stages)) if pipeline.stages[s].ranks == pipeline.stages[s - 1].ranks}
+    local = [pair for pair in pipeline.chain.pairs() if len({pipeline.stages[s].ranks for s in pair}) == 1]
     if not local:
         return
     own = (tasks for tasks in graph.computing if tasks.key.pipeline == number and tasks.kind != ActionKind.W)
     first = {(tasks.key, tasks.kind == ActionKind.F): tasks.first for tasks in own}
-    for s in local:
+    for pair in local:
         for r, current in enumerate(pipeline.rounds):
-            keys = (MicroBatchKey(number, s - 1, r), MicroBatchKey(number, s, r))
+            keys = [MicroBatchKey(number, s, r) for s in pair]
             early, late = (_components(current.by_stage[key.stage], graph.times[key]) for key in keys)
             down, up = ([first[key, forward] for key in keys] for forward in (True, False))
-            for document, component in early.items():
-                graph.engine.require(down[1] + late[document], [down[0] + component])
-                graph.engine.require(up[0] + component, [up[1] + late[document]])
+            component_of = dict(early)
+            for document, component in late:
+                graph.engine.require(down[1] + component, [down[0] + component_of[document]])
+                graph.engine.require(up[0] + component_of[document], [up[1] + component])
 
 
-def _components(work: StageMicroBatch, times: MicroBatchTimes) -> dict[int, int]:
+def _components(work: StageMicroBatch, times: MicroBatchTimes) -> list[tuple[int, int]]:
+    """Pairs of a document and the component that works on it; of a head stage several may have one document."""
     starts = np.unique(times.group, return_index=True)[1][-len(work.groups) :]  # -1, ranks without a group, is first
-    of_group = times.component[starts].tolist()
-    return {span.document: k for group, k in zip(work.groups, of_group, strict=True) for span in group.spans}
+    of_group = times.component[starts].tolist() if work.groups else []
+    found = ((span.document, k) for group, k in zip(work.groups, of_group, strict=True) for span in group.spans)
+    return [*dict.fromkeys(found)]

@@ -292,13 +292,16 @@ class Pipelining:
     """Stages of the model that each of them holds."""
     schedule: str = "auto"
     """Order of forwards and backwards: a name of `seqloom schedule`; auto: the fastest for every step."""
+    head: Literal["last", "all", "auto"] = "auto"
+    """Which stages compute norm, vocabulary projection and loss, for the whole run: the last one, or all of them, each
+    for a part of the tokens and with a copy of the weights; auto: the faster for the data, if memory holds it."""
 
     def __post_init__(self) -> None:
         if self.stages != "auto" and not (isinstance(self.stages, int) and self.stages >= 1):
             raise SeqloomError(f"pipeline.stages = {self.stages!r}; give 1 or more, or 'auto'")
         if self.schedule not in ("auto", *SCHEDULES):
             raise unknown_name("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
-        for key, default in (("chunks", 1), ("schedule", "auto")):
+        for key, default in (("chunks", 1), ("schedule", "auto"), ("head", "auto")):
             if self.stages == 1 and getattr(self, key) != default:
                 raise SeqloomError(
                     f"pipeline.{key} = {getattr(self, key)!r} with pipeline.stages = 1, which is no pipeline; "

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from seqloom.planners.hydraulis import (
 from seqloom.planners.hydraulis.dispatch import Assignment
 from seqloom.planners.hydraulis.planner import plan_assignment
 from seqloom.planners.pipeline.planner import V_SHAPED, check_schedule
-from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages
+from seqloom.planners.pipeline.stage_layout import StageLayout, check_head_stages, check_stages
 from seqloom.planners.registry import PlannerChoice, fastest, parse_planner
 from seqloom.reader import read_mapping
 from seqloom.simulate import predicted_ns
@@ -49,12 +49,16 @@ from seqloom.train.config import Config, Pipelining
 
 SAMPLED_BATCHES = 4
 """Batches by whose predicted times `pipeline.stages`, `plan.tensor` and `plan.expert` are decided where "auto"."""
+HEAD_BATCHES = 2
+"""Of these, batches by which `pipeline.head = "auto"` is decided."""
 STRATEGIES_FILE = "strategies.json"
 """The list of proposed strategies, in a run's folder."""
 WARM_UP_TOKENS = 2
 """Tokens per rank of a document in a warm-up plan."""
 
 
+HeadStages = Literal["last", "all"]
+"""The stages that compute the head."""
 Describe = Callable[[Config], ModelSpec]
 """Returns the shapes of the model that a config names."""
 
@@ -68,6 +72,7 @@ class RunChoices:
     offload_optimiser: bool = False
     expert: int = 1
     tensor: int = 1
+    head: HeadStages = "last"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,21 +113,23 @@ class RunSetup:
         cost, sampler = costs[0], make_sampler(config, source, costs[0])
         if choices is None:
             batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
-            stages, cost = choose_degrees(config, costs, batches)
+            stages, head, cost = choose_degrees(config, costs, batches)
             strategies = load_strategies(config, cost, source.lengths)
-            choices = RunChoices(stages, strategies, offload, cost.expert, cost.tensor)
+            choices = RunChoices(stages, strategies, offload, cost.expert, cost.tensor, head)
             config = replace(config, plan=replace(config.plan, expert=cost.expert, tensor=cost.tensor))
             sampler = sampler if cost is costs[0] else make_sampler(config, source, cost)
         stages = choices.stages
-        planners = RunPlanners.load(config, cost, stages, choices.strategies)
-        config = replace(config, pipeline=replace(config.pipeline, stages=stages) if stages > 1 else Pipelining())
+        planners = RunPlanners.load(config, cost, stages, choices.strategies, head=choices.head)
+        pipeline = replace(config.pipeline, stages=stages, head=choices.head) if stages > 1 else Pipelining()
+        config = replace(config, pipeline=pipeline)
         return cls(config, spec, source, sampler, cost, planners, _count_steps(config, source, cost))
 
     @property
     def choices(self) -> RunChoices:
         """What was chosen for this run."""
         stages, strategies = int(self.config.pipeline.stages), self.planners.strategies
-        return RunChoices(stages, strategies, self.cost.offload_optimiser, self.cost.expert, self.cost.tensor)
+        head: HeadStages = "all" if self.config.pipeline.head == "all" else "last"
+        return RunChoices(stages, strategies, self.cost.offload_optimiser, self.cost.expert, self.cost.tensor, head)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same on all ranks, by name: config, model, documents and cost model."""
@@ -295,7 +302,8 @@ def _plan_longest(config: Config, costs: Sequence[CostModel], longest: int) -> N
         if stages == "auto":
             choose_stages(config, cost, [document])
         elif stages != 1 or not cost.holding(document).holds(document):
-            RunPlanners.load(config, cost, int(stages)).planner.plan(document, cost)
+            head = "all" if config.pipeline.head == "all" else "last"
+            RunPlanners.load(config, cost, int(stages), head=head).planner.plan(document, cost)
         return 0, None
 
     fastest(costs, run)
@@ -334,10 +342,18 @@ class RunPlanners:
         return choices if choices and parse_planner(self.planner.name)[0].makes_stages else [*choices, self.planner]
 
     @classmethod
-    def load(cls, config: Config, cost: CostModel, stages: int, strategies: Sequence[Strategy] = ()) -> RunPlanners:
-        """Return the planners of a run with so many stages, or with these strategies."""
+    def load(
+        cls,
+        config: Config,
+        cost: CostModel,
+        stages: int,
+        strategies: Sequence[Strategy] = (),
+        *,
+        head: str = "last",
+    ) -> RunPlanners:
+        """Return the planners of a run with so many stages, and the head on the last or all; or with strategies."""
         if stages > 1:
-            return cls._one_pipeline(config, cost, stages)
+            return cls._one_pipeline(config, cost, stages, head)
         options = {"strategies": tuple(strategies)} if strategies else {}
         planner, static = PlannerChoice(config.plan.planner, options, config.run.seed), PlannerChoice("static")
         if cost.sharding == Sharding.FREE:
@@ -350,10 +366,12 @@ class RunPlanners:
         return cls((everyone,), planner, static)
 
     @classmethod
-    def _one_pipeline(cls, config: Config, cost: CostModel, stages: int) -> RunPlanners:
+    def _one_pipeline(cls, config: Config, cost: CostModel, stages: int, head: str) -> RunPlanners:
         """One pipeline over all ranks."""
         chunks, schedule = config.pipeline.chunks, config.pipeline.schedule
         check_stages(cost, stages, chunks)
+        if head == "all":
+            check_head_stages(cost, stages, chunks)
         check_schedule(schedule, stages, chunks)
         width, node = cost.ranks // stages, cost.node_size
         if cost.sharding == Sharding.HYBRID and width % node and node % width:
@@ -364,23 +382,54 @@ class RunPlanners:
             )
         v_shape = schedule in V_SHAPED
         simple = schedule if v_shape else "1f1b" if chunks == 1 else "interleaved"
-        options = {"stages": stages, "chunks": chunks}
-        planner, fallback = (PlannerChoice("pipeline", {**options, "schedule": each}) for each in (schedule, simple))
-        placed = () if cost.sharding == Sharding.FREE else StageLayout.of(cost, stages, chunks, v_shape=v_shape).stages
+        options, more = {"stages": stages, "chunks": chunks}, {"head": head} if head == "all" else {}
+        planner, fallback = (
+            PlannerChoice("pipeline", {**options, "schedule": each, **more}) for each in (schedule, simple)
+        )
+        shape = {"v_shape": v_shape, "head_stages": head == "all"}
+        placed = () if cost.sharding == Sharding.FREE else StageLayout.of(cost, stages, chunks, **shape).stages
         return cls(placed, planner, fallback)
 
 
-def choose_degrees(config: Config, costs: Sequence[CostModel], batches: Sequence[np.ndarray]) -> tuple[int, CostModel]:
-    """Return the number of stages and the cost model, of those with the run's degrees, of the shortest steps."""
+def choose_degrees(
+    config: Config, costs: Sequence[CostModel], batches: Sequence[np.ndarray]
+) -> tuple[int, HeadStages, CostModel]:
+    """Return number of stages, place of the head, and the cost model with the run's degrees, of the shortest steps."""
     if len(costs) == 1:
-        return choose_stages(config, costs[0], batches), costs[0]
+        stages = choose_stages(config, costs[0], batches)
+        return stages, choose_head(config, costs[0], stages, batches), costs[0]
 
-    def run(cost: CostModel) -> tuple[int, tuple[int, CostModel]]:
+    def run(cost: CostModel) -> tuple[int, tuple[int, HeadStages, CostModel]]:
         stages = choose_stages(config, cost, batches)
-        planner = RunPlanners.load(config, cost, stages).planner
-        return _predicted_ns(planner, cost, batches), (stages, cost)
+        head = choose_head(config, cost, stages, batches)
+        planner = RunPlanners.load(config, cost, stages, head=head).planner
+        return _predicted_ns(planner, cost, batches), (stages, head, cost)
 
     return fastest(costs, run)
+
+
+def choose_head(config: Config, cost: CostModel, stages: int, batches: Sequence[np.ndarray]) -> HeadStages:
+    """Return the config's place of the head; for "auto" that of the shortest predicted steps on some of `batches`.
+
+    All stages only where they hold the longest document, as they would with the head on the last.
+    """
+    wanted = config.pipeline.head if stages > 1 else "last"
+    if wanted != "auto":
+        return wanted
+    times: dict[HeadStages, int] = {}
+    try:
+        check_head_stages(cost, stages, config.pipeline.chunks)
+    except SeqloomError:
+        return "last"
+    options: tuple[HeadStages, HeadStages] = ("last", "all")
+    for head in options:
+        try:
+            planner = RunPlanners.load(config, cost, stages, head=head).planner
+            times[head] = _predicted_ns(planner, cost, batches[:HEAD_BATCHES])
+            planner.plan([cost.max_length or 1], cost)
+        except SeqloomError:  # of the last stage it is said where the run plans its steps
+            times.pop(head, None)
+    return min(times, key=lambda head: (times[head], head == "all"), default="last")
 
 
 def _predicted_ns(planner: PlannerChoice, cost: CostModel, batches: Sequence[np.ndarray]) -> int:
@@ -398,7 +447,8 @@ def choose_stages(config: Config, cost: CostModel, batches: Sequence[np.ndarray]
     refusal: SeqloomError | None = None
     for count in [count for count in range(1, most + 1) if cost.ranks % count == 0]:
         try:
-            planner = RunPlanners.load(config, cost, count).planner
+            head = choose_head(config, cost, count, batches)
+            planner = RunPlanners.load(config, cost, count, head=head).planner
             times[count] = _predicted_ns(planner, cost, batches)
         except SeqloomError as error:
             refusal = refusal or error

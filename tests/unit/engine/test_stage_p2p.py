@@ -285,7 +285,10 @@ def test_scattered_rows_and_rows_that_stay(strict):
 
 
 def test_the_send_of_a_receive():
-    assert send_of(act("2RECV_F3")) == act("1SEND_F3") and send_of(act("2RECV_B3")) == act("3SEND_B3")
+    line = pipeline_of(pp_ranks=4)
+    assert send_of(act("2RECV_F3"), line) == act("1SEND_F3") and send_of(act("2RECV_B3"), line) == act("3SEND_B3")
+    heads = replace(line, stages=(*line.stages, *(Stage((rank,), (4, 4)) for rank in range(4))))
+    assert send_of(act("6RECV_F1"), heads) == act("3SEND_F1") and send_of(act("3RECV_B1"), heads) == act("7SEND_B1")
 
 
 # Where a rank is

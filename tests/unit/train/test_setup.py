@@ -28,6 +28,7 @@ from seqloom.train.setup import (
     STRATEGIES_FILE,
     RunPlanners,
     RunSetup,
+    choose_head,
     choose_stages,
     load_strategies,
     mean_step_tokens,
@@ -115,6 +116,7 @@ def test_all_plans_of_a_run_have_its_stages(pipeline, plain):
     [
         ({}, {"stages": 8}, "8 stages for the 4 layers of tiny: every stage needs a layer; use at most 4 stages"),
         ({}, {"stages": 2, "chunks": 3}, "every stage needs a layer"),
+        ({}, {"stages": 2, "chunks": 2, "head": "all"}, "leave the head on the last stage"),
         ({}, {"stages": 3}, "3 stages on 4 ranks: .*; use 2 stages"),
         ({}, {"stages": 2, "schedule": "interleaved"}, "interleaved with 1 chunks"),
         ({"cluster": "3x2xCPU", "sharding": "hybrid"}, {"stages": 2}, "stages of 3 ranks in nodes of 2"),
@@ -122,7 +124,8 @@ def test_all_plans_of_a_run_have_its_stages(pipeline, plain):
 )
 def test_stages_that_cannot_be_are_refused(changes, pipeline, message):
     with pytest.raises(SeqloomError, match=message):
-        RunPlanners.load(pipeline_config(**pipeline), cost(**changes), pipeline["stages"])
+        given = pipeline_config(**pipeline), cost(**changes), pipeline["stages"]
+        RunPlanners.load(*given, head=pipeline.get("head", "last"))
 
 
 def test_auto_takes_the_fastest_number_of_stages():
@@ -142,7 +145,22 @@ def test_auto_leaves_out_what_the_layers_do_not_allow():
 def test_a_run_that_was_left_open_goes_on_with_a_number():
     changes = ["pipeline.stages=auto", "plan.planner=static", "data.source=toy:40", "data.max_length=300"]
     setup = RunSetup.load(Config.load(RECIPES / "pipeline-cpu.toml", changes), 4)
-    assert setup.config.pipeline.stages == len(setup.planners.stages) in (1, 2, 4)
+    with_layers = [stage for stage in setup.planners.stages if stage.layer_count]
+    assert setup.config.pipeline.stages == len(with_layers) in (1, 2, 4)
+
+
+def test_auto_takes_the_faster_place_of_the_head_and_keeps_it():
+    run, prices = pipeline_config(stages=4), cost()
+    times = {}
+    for head in ("last", "all"):
+        planner = RunPlanners.load(run, prices, 4, head=head).planner
+        times[head] = sum(predicted_ns(planner.plan(batch, prices), prices) for batch in BATCHES[:2])
+    assert choose_head(run, prices, 4, BATCHES) == min(times, key=times.get)
+    assert choose_head(pipeline_config(stages=4, head="all"), prices, 4, BATCHES) == "all"
+    assert choose_head(pipeline_config(stages=2, chunks=2), prices, 2, BATCHES) == "last"
+    changes = ["pipeline.head=all", "data.source=toy:40", "data.max_length=300"]
+    setup = RunSetup.load(Config.load(RECIPES / "pipeline-cpu.toml", changes), 4)
+    assert setup.choices.head == "all" and len(setup.planners.stages) == 8
 
 
 @pytest.mark.parametrize("stages", ["1", "auto"])

@@ -7,14 +7,14 @@ rules work on an `ActionTable`, so a schedule is held to the same rules before i
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from seqloom.errors import PlanError, violation
 from seqloom.plan.action import Action, ActionKind, B, F, I, W
 from seqloom.plan.limits import Reduce
-from seqloom.plan.pipeline import Pipeline
+from seqloom.plan.pipeline import Pipeline, StageChain
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 UNSHARD, RESHARD, REDUCE = ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE
 SEND_F, RECV_F = ActionKind.SEND_F, ActionKind.RECV_F
 SEND_B, RECV_B = ActionKind.SEND_B, ActionKind.RECV_B
-_PEERS = {SEND_F: (1, RECV_F), SEND_B: (-1, RECV_B), RECV_F: (-1, SEND_F), RECV_B: (1, SEND_B)}
+_PEERS = {SEND_F: RECV_F, SEND_B: RECV_B, RECV_F: SEND_F, RECV_B: SEND_B}
 
 Row = tuple[Action, ...]
 
@@ -36,6 +36,7 @@ class ActionTable:
         pp_ranks: the pipeline rank of every stage.
         rounds: how many rounds (of a schedule: units) there are.
         piece_pairs: (early, late) rounds that hold neighbouring pieces of one document.
+        heads: stages without layers, the last ones; see `StageChain`.
     """
 
     name: str
@@ -43,11 +44,27 @@ class ActionTable:
     rounds: int
     rows: tuple[Row, ...]
     piece_pairs: tuple[tuple[int, int], ...] = ()
+    heads: int = 0
 
     @property
     def pp_size(self) -> int:
         """Number of pipeline ranks."""
         return max(self.pp_ranks, default=-1) + 1
+
+    @property
+    def chain(self) -> StageChain:
+        """Which stage hands its output to which."""
+        return StageChain(len(self.pp_ranks), self.heads)
+
+    def other_sides(self, action: Action) -> tuple[Action, ...]:
+        """Return the RECVs of a SEND, or the SENDs of a RECV, of stages on other pipeline ranks; () for others."""
+        kind, chain = _PEERS.get(action.kind), self.chain
+        if kind is None:
+            return ()
+        forward = action.kind in (SEND_F, RECV_B)
+        peers = chain.following(action.stage) if forward else (chain.previous(action.stage),)
+        here = self.pp_ranks[action.stage]
+        return tuple(Action(s, kind, action.round) for s in peers if s >= 0 and self.pp_ranks[s] != here)
 
     def here(self, pp_rank: int) -> str:
         """Name a pipeline rank in an error."""
@@ -103,7 +120,7 @@ def tables(plan: Plan) -> Iterator[ActionTable]:
     for p, pipeline in enumerate(plan.pipelines):
         number = {ranks: pp_rank for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank)}
         pp_ranks = tuple(number[stage.ranks] for stage in pipeline.stages)
-        yield ActionTable(f"pipeline {p}", pp_ranks, len(pipeline.rounds), pipeline.actions)
+        yield ActionTable(f"pipeline {p}", pp_ranks, len(pipeline.rounds), pipeline.actions, (), pipeline.chain.heads)
 
 
 def table(plan: Plan) -> None:
@@ -164,10 +181,9 @@ def order(plan: Plan) -> None:
 
 def check_order(table: ActionTable) -> None:
     """Check the rule "order" of one table."""
-    rounds = range(table.rounds)
-    before: StageActions | None = None
-    for stage in table.by_stage():
-        at = stage.at
+    rounds, stages = range(table.rounds), [*table.by_stage()]
+    for stage in stages:
+        at, previous = stage.at, table.chain.previous(stage.stage)
         forwards = [action.round for action in stage.row if action.kind == F and action.stage == stage.stage]
         if forwards != list(rounds):
             value = f"{stage.here} runs the forwards of stage {stage.stage} in the order {forwards}"
@@ -177,17 +193,17 @@ def check_order(table: ActionTable) -> None:
         for r in rounds:
             for first, second in [(F, B)] if (B, r) in at else [(F, I), (I, W)]:
                 stage.check_before(at[first, r], at[second, r], f"a round's {first} comes before its {second}")
-        for early, late in table.piece_pairs:
+        for early, late in () if table.chain.is_head(stage.stage) else table.piece_pairs:
             must = "all pieces of one document go forward before the first of them goes backward"
             stage.check_before(at[F, late], stage.input_backward(early), must)
             must = "pieces of one document go backward in reverse order"
             stage.check_before(stage.input_backward(late), stage.input_backward(early), must)
+        before = stages[previous] if previous >= 0 else None
         if before is not None and before.pp_rank == stage.pp_rank:
             must = f"stages {before.stage} and {stage.stage} are on one pp_rank, which runs one after the other"
             for r in rounds:
                 stage.check_before(before.at[F, r], at[F, r], must)
                 stage.check_before(stage.input_backward(r), before.input_backward(r), must)
-        before = stage
 
 
 def _piece_pairs(plan: Plan, pipeline: Pipeline) -> set[tuple[int, int]]:
@@ -239,12 +255,6 @@ def shards(plan: Plan) -> None:
                 unsharded = action.kind == UNSHARD
 
 
-def other_side(action: Action) -> Action | None:
-    """Return the RECV of a SEND and the SEND of a RECV; None for other actions."""
-    step, kind = _PEERS.get(action.kind, (0, None))
-    return None if kind is None else Action(action.stage + step, kind, action.round)
-
-
 def messages(plan: Plan) -> None:
     """Stages that follow each other on two pp_ranks send every round once, after making it, and receive it before use.
 
@@ -272,9 +282,8 @@ def check_messages(table: ActionTable) -> None:
 
 def _check_peers(stage: StageActions) -> None:
     """Check which rounds a stage sends and receives."""
-    pp_ranks, s = stage.table.pp_ranks, stage.stage
-    to_next = s + 1 < len(pp_ranks) and pp_ranks[s + 1] != pp_ranks[s]
-    from_last = s > 0 and pp_ranks[s - 1] != pp_ranks[s]
+    s, other_sides = stage.stage, stage.table.other_sides
+    to_next, from_last = (bool(other_sides(Action(s, kind, 0))) for kind in (SEND_F, RECV_F))
     for kind, wanted in ((SEND_F, to_next), (RECV_B, to_next), (RECV_F, from_last), (SEND_B, from_last)):
         numbers = sorted(number for own, number in stage.at if own == kind and number is not None)
         if numbers != (list(range(stage.table.rounds)) if wanted else []):
@@ -285,20 +294,23 @@ def _check_peers(stage: StageActions) -> None:
 
 def _check_message_order(table: ActionTable) -> None:
     """Compare what is sent with what is received, by kind and pair of pipeline ranks."""
-    sent: dict[tuple[ActionKind, int, int], list[Action]] = defaultdict(list)
-    received: dict[tuple[ActionKind, int, int], list[Action]] = defaultdict(list)
+    sent: dict[tuple[ActionKind, int, int], list[tuple[Action, Action]]] = defaultdict(list)  # SENDs with their RECVs
+    received: dict[tuple[ActionKind, int, int], list[tuple[Action, Action]]] = defaultdict(list)
     for pp_rank, row in enumerate(table.rows):
         for action in row:
-            peer = other_side(action)
-            if peer is not None and action.kind in (SEND_F, SEND_B):
-                sent[action.kind, pp_rank, table.pp_ranks[peer.stage]].append(action)
-            elif peer is not None:
-                received[peer.kind, table.pp_ranks[peer.stage], pp_rank].append(peer)
+            if action.kind in (SEND_F, SEND_B):
+                for peer in table.other_sides(action):
+                    sent[action.kind, pp_rank, table.pp_ranks[peer.stage]].append((action, peer))
+            else:
+                for peer in table.other_sides(action):
+                    received[peer.kind, table.pp_ranks[peer.stage], pp_rank].append((peer, action))
     for (kind, sender, receiver), actions in sent.items():
         for first, second in zip(actions, received[kind, sender, receiver], strict=True):
             if first != second:
-                early, late = other_side(first), other_side(second)
-                value = f"{table.here(sender)} sends {first} before {second}, pp_rank {receiver} receives {late} first"
+                (send, early), (_, late) = first, second
+                value = (
+                    f"{table.here(sender)} sends {send} before {second[0]}, pp_rank {receiver} receives {late} first"
+                )
                 way = "forward" if kind == SEND_F else "backward"
                 must = f"what one pp_rank sends another {way} arrives in that order"
                 raise violation("messages", value, must, f"put {early} before {late}")
@@ -308,31 +320,35 @@ def deadlock(plan: Plan) -> None:
     """All rows can be run to their end when a receive waits for its send."""
     for current in tables(plan):
         if current.pp_size > 1:
-            check_ends(current, send_of, "a receive waits for its send")
+            check_messages_end(current)
 
 
-def send_of(action: Action) -> Action | None:
-    """Return the SEND that a RECV waits for."""
-    return other_side(action) if action.kind in (RECV_F, RECV_B) else None
+def check_messages_end(table: ActionTable) -> None:
+    """Check the rule "deadlock" of a table with messages: a RECV waits for its SENDs."""
+
+    def sends_of(action: Action) -> tuple[Action, ...]:
+        return table.other_sides(action) if action.kind in (RECV_F, RECV_B) else ()
+
+    check_ends(table, sends_of, "a receive waits for its send")
 
 
-def check_ends(table: ActionTable, awaits: Callable[[Action], Action | None], rule: str) -> None:
+def check_ends(table: ActionTable, awaits: Callable[[Action], Sequence[Action]], rule: str) -> None:
     """Check the rule "deadlock" of one table: its rows together have an order that ends.
 
-    `awaits` returns the action of the table that an action waits for, if any; `rule` says the same in words.
+    `awaits` returns the actions of the table that an action waits for; `rule` says the same in words.
     """
     rows, at = table.rows, [0] * len(table.rows)
-    done: set[Action | None] = {None}
+    done: set[Action] = set()
     moved = True
     while moved:
         moved = False
         for pp_rank, row in enumerate(rows):
-            while at[pp_rank] < len(row) and awaits(row[at[pp_rank]]) in done:
+            while at[pp_rank] < len(row) and done.issuperset(awaits(row[at[pp_rank]])):
                 done.add(row[at[pp_rank]])
                 at[pp_rank] += 1
                 moved = True
     if any(k < len(row) for k, row in zip(at, rows, strict=True)):
-        raise _deadlock(table, at, awaits, rule)
+        raise _deadlock(table, at, lambda action: next((a for a in awaits(action) if a not in done), None), rule)
 
 
 def _deadlock(table: ActionTable, at: list[int], awaits: Callable[[Action], Action | None], rule: str) -> PlanError:

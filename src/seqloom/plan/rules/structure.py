@@ -9,7 +9,7 @@ import numpy as np
 
 from seqloom.errors import violation
 from seqloom.plan.limits import Reduce, Sharding
-from seqloom.plan.pipeline import Stage
+from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.round import Checkpoint, Group, StageMicroBatch
 
 if TYPE_CHECKING:
@@ -125,8 +125,10 @@ def layers(plan: Plan) -> None:
     """The stages of a pipeline run all layers, one range after the other; all pipelines run equally many."""
     totals = []
     for p, pipeline in enumerate(plan.pipelines):
-        expected = 0
-        for s, stage in enumerate(pipeline.stages):
+        expected, heads = 0, pipeline.chain.heads
+        if heads > 1:
+            _check_head_stages(p, pipeline)
+        for s, stage in enumerate(pipeline.stages[: -heads if heads > 1 else None]):
             first, stop = stage.layers
             if first != expected or stop <= first:
                 value = f"pipeline {p} stage {s} has layers [{first}:{stop})"
@@ -139,16 +141,38 @@ def layers(plan: Plan) -> None:
         raise violation("layers", value, "all pipelines run the same model", f"use {max(totals)} layers in each")
 
 
+def _check_head_stages(p: int, pipeline: Pipeline) -> None:
+    """Refuse stages without layers unless they are the last ones, one on every pipeline rank, and weights are whole."""
+    chain, end = pipeline.chain, pipeline.stages[pipeline.chain.last].layers[1]
+    heads = pipeline.stages[chain.last + 1 :]
+    same = [stage.ranks for stage in heads] == [
+        *dict.fromkeys(each.ranks for each in pipeline.stages[: chain.last + 1])
+    ]
+    wrong = next((s for s, each in enumerate(heads, chain.last + 1) if each.layers != (end, end)), None)
+    if wrong is not None:
+        first, stop = pipeline.stages[wrong].layers
+        value, way_out = f"pipeline {p} stage {wrong} has layers [{first}:{stop})", f"use [{end}:{end})"
+        must = "layers of the stages follow each other from 0, at least one each, but for head stages behind them"
+        raise violation("layers", value, must, way_out)
+    if not same or any(stage.tensor > 1 for stage in pipeline.stages):
+        value = f"pipeline {p} has {len(heads)} stages without layers"
+        must = "head stages are one on every pipeline rank, in their order, of several with tensor degree 1"
+        raise violation("layers", value, must, "leave them out: the last stage has the head then")
+
+
 def work(plan: Plan) -> None:
-    """Every round has work for every stage, and every group has documents."""
+    """Every round has work for every stage, and every group has documents.
+
+    A head stage has none in a round with fewer tokens than ranks.
+    """
     for p, pipeline in enumerate(plan.pipelines):
         for r, current in enumerate(pipeline.rounds):
             if len(current.by_stage) != len(pipeline.stages):
                 value = f"pipeline {p} round {r} has {len(current.by_stage)} shares for {len(pipeline.stages)} stages"
                 must = "a round has one StageMicroBatch per stage"
                 raise violation("work", value, must, f"give {len(pipeline.stages)}")
-    for where, _, share in stage_batches(plan):
-        if not share.groups or not all(group.spans for group in share.groups):
+    for where, stage, share in stage_batches(plan):
+        if (stage.layer_count and not share.groups) or not all(group.spans for group in share.groups):
             what = "no groups" if not share.groups else "a group without documents"
             raise violation("work", f"{place(where)} has {what}", "groups and rounds do some work", "leave it out")
 

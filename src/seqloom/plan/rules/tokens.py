@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -66,8 +67,8 @@ def pieces(plan: Plan) -> None:
     home: dict[tuple[int, int], tuple[tuple[int, ...], int, int, bool]] = {}
     seen: dict[tuple[int, int], tuple[int, int]] = {}
     lengths = plan.documents
-    for (p, r, s, _), _, group in stage_groups(plan):
-        for document, start, stop in group.spans:
+    for (p, r, s, _), stage, group in stage_groups(plan):
+        for document, start, stop in group.spans if stage.layer_count else ():
             if stop - start == lengths[document]:
                 continue
             key, shape = (s, document), (group.ranks, group.ulysses, group.ring, group.latent)
@@ -94,9 +95,12 @@ def pieces(plan: Plan) -> None:
 
 
 def stage_spans(plan: Plan) -> None:
-    """All stages of a round work on the same spans."""
-    for (p, r, s), _, share in stage_batches(plan):
-        if s == 0:
+    """All stages of a round work on the same spans; head stages have their tokens between them."""
+    for p, pipeline in enumerate(plan.pipelines):
+        for r, current in enumerate(pipeline.rounds if pipeline.chain.heads else ()):
+            _check_dealt(f"{place((p, r))}", current.by_stage, pipeline.chain.last)
+    for (p, r, s), stage, share in stage_batches(plan):
+        if s == 0 or not stage.layer_count:
             continue
         expected, found = Counter(plan.pipelines[p].rounds[r].by_stage[0].spans()), Counter(share.spans())
         if found != expected:
@@ -105,6 +109,22 @@ def stage_spans(plan: Plan) -> None:
             value = f"{place((p, r, s))} {'lacks' if missing else 'adds'} document {document} [{start}:{stop})"
             must = "all stages of a round work on the spans of its stage 0"
             raise violation("stage-spans", value, must, "add it" if missing else "remove it")
+
+
+def _check_dealt(here: str, shares: Sequence[StageMicroBatch], last: int) -> None:
+    """Check that the head stages, those behind `last`, have every token of a round once, in groups of one rank."""
+    groups = [group for share in shares[last + 1 :] for group in share.groups]
+    wide = next((group for group in groups if len(group.ranks) > 1), None)
+    if wide is not None:
+        value, must = f"{here} has ranks {list(wide.ranks)} in a group of a head stage", "these have groups of one rank"
+        raise violation("stage-spans", value, must, "make a group of every rank")
+    plain = all(share.attention is None and share.linear is None for share in shares[last + 1 :])
+    item, start, stop = np.array([span for group in groups for span in group.spans] or np.empty((0, 3)), np.int64).T
+    layout = Layout(np.zeros_like(item), item, start, stop)
+    if not plain or not _same_tokens(layout, shares[0]):
+        value = f"{here} has {sum(group.tokens for group in groups)} tokens on head stages, or other ones than stage 0"
+        must = "head stages work on every token of the round once, without layouts of their own"
+        raise violation("stage-spans", value, must, "deal the tokens as `deal_head` does")
 
 
 def capacity(plan: Plan) -> None:
@@ -140,7 +160,7 @@ def capacity(plan: Plan) -> None:
             if layout is not None and len(layout):
                 loads.append(dict(enumerate(np.bincount(layout.rank, weights=layout.sizes).astype(int).tolist())))
         for load in loads:
-            if max(load.values()) > most:
+            if max(load.values(), default=0) > most:
                 rank = next(rank for rank, tokens in load.items() if tokens > most)
                 value = f"{place(where)} puts {load[rank]} tokens on rank {rank}"
                 must = f"checkpoint {share.checkpoint}{also} allows {most} tokens per rank and round"

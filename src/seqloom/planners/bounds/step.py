@@ -557,6 +557,8 @@ def _most_saved(saved: np.ndarray, capacity: np.ndarray, tokens: float) -> np.nd
 # *A document's chain.* All pieces of a document run one after another in one group of a pipeline rank. So the step is
 # at least the document's time on the slowest pipeline rank, in the shape and pipeline that are fastest for it.
 #
+# *A head on all stages.* A stage may have any part of it, so it counts for all ranks together, not for a stage.
+#
 # Both price documents without recomputation, which is fastest, so they hold for every checkpoint. They leave out what a
 # micro-batch costs before its first document, which is more than the nanosecond by which stages round each part of a
 # group down. The overhead at the step's end follows the last micro-batch and is added.
@@ -596,6 +598,11 @@ class ShapePrices(NamedTuple):
     head: np.ndarray  # float64[S, n]
     shared: np.ndarray  # float64[S, n]: of the layers, what other ranks of an EP group may take over
 
+    @property
+    def head_work(self) -> np.ndarray:
+        """float64[n] rank-ns: least work of the head."""
+        return (self.degree[:, None] * self.head).min(axis=0)
+
     def least(self, share: float, head: bool, ranks: int) -> tuple[np.ndarray, np.ndarray]:
         """(float64[n] rank-ns, float64[n] ns): least work and time on so many ranks of this share of the layers."""
         fits = self.degree <= ranks
@@ -608,10 +615,15 @@ def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
     prices = _aligned_prices(np.array(plan.documents, dtype=np.int64), cost)
     layers = pipeline.layer_ranges
     best, end = 0.0, 0
+    if pipeline.chain.heads:  # stages have any parts of the head, so it counts for all of them together
+        widest = max(map(len, pipeline.ranks_by_pp_rank))
+        work = prices.least(1.0, False, widest)[0] + prices.head_work
+        best = float(work.sum()) / len(pipeline.ranks)
     for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
         own = [layers[stage] for stage in pipeline.stages_of(pp_rank)]
         share = sum(part.stop - part.first for part in own) / cost.model.layers
-        work, chain = prices.least(share, any(part.has_head for part in own), len(ranks))
+        with_head = any(part.has_head and part.first < part.stop for part in own)
+        work, chain = prices.least(share, with_head, len(ranks))
         best = max(best, float(work.sum() / len(ranks)), float(chain.max()))
         shard_groups = plan.shard_groups_of(pipeline, pp_rank)
         end = max(end, cost.stage_overhead_ns(own, len(ranks), min(map(len, shard_groups)))[0])
@@ -642,12 +654,16 @@ def _pipeline_bounds(pipeline: Pipeline, documents: tuple[int, ...], cost: CostM
         work, chain = np.zeros((2, len(documents)))
         for stage in pipeline.stages_of(pp_rank):
             part = pipeline.layer_ranges[stage]
+            if part.first == part.stop:  # a head stage, with any part of the head
+                continue
             prices = _shape_prices(cost.for_stage(pipeline.stages[stage]), documents)
             share = (part.stop - part.first) / part.model_layers
             for sums, least in zip((work, chain), prices.least(share, part.has_head, len(ranks)), strict=True):
                 sums += least
         total += work
         slowest = np.maximum(slowest, chain)
+    if pipeline.chain.heads:
+        total += _shape_prices(cost.for_stage(pipeline.stages[-1]), documents).head_work
     return total, slowest
 
 

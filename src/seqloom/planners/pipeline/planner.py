@@ -27,14 +27,17 @@ from seqloom.planners.pipeline.recompute_offload import (
     MicroBatchCosts,
     policies_of,
     policy_capacity,
-    stage_micro_batch,
+    stage_micro_batches,
 )
 from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages, stage_group_shapes
 from seqloom.planners.recompute import with_layer_choices, without_unused_limits
 from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, simulate_schedule
+from seqloom.schedules.head import LEADS, schedule_head, times_with_lead
 from seqloom.schedules.search import BUDGET, balanced_schedule
 from seqloom.simulate import predicted_ns
 
+HEADS = ("last", "all", "auto")
+"""Which stages may compute the head."""
 USUAL_STAGES = (2, 4, 8)
 V_SHAPED = ("zb-v", "v-half", "v-min")
 """Schedules whose stages go down the pp_ranks and up again; they run only uncut sequences."""
@@ -88,6 +91,7 @@ def plan_pipeline(
     pieces: int | None = None,
     schedule: str = "auto",
     layers: Sequence[int] | None = None,
+    head: str = "last",
 ) -> Plan:
     """Plan a batch, int64[n] tokens, for a pipeline.
 
@@ -97,7 +101,11 @@ def plan_pipeline(
         pieces: of the longest document; None tries several numbers.
         schedule: name of a schedule, or ``auto`` for the best of several.
         layers: of every stage; None balances the stages' times, see `stage_layers`.
+        head: which stages compute norm, vocabulary projection and loss: the ``last``, ``all`` of them by tokens, or
+            ``auto`` for the faster.
     """
+    if head not in HEADS:
+        raise unknown_name("head", head, HEADS)
     array = Batch.of(lengths).lengths
     if not cost.model.causal:
         raise SeqloomError(
@@ -106,7 +114,7 @@ def plan_pipeline(
             "zones) or with hydraulis"
         )
     if stages is None:
-        given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
+        given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers, "head": head}
         return _best_number_of_stages(lambda n: plan_pipeline(array, cost, stages=n, **given), cost, chunks)
     check_stages(cost, stages, chunks)
     schedules = schedules_to_try(schedule, chunks)
@@ -115,7 +123,11 @@ def plan_pipeline(
         raise SeqloomError(
             f"{pieces} pieces of a longest sequence of {array.max()} tokens; give 1 to {array.max()}, or leave it out"
         )
-    layout = StageLayout.of(cost, stages, chunks, layers, v_shape=schedule in V_SHAPED)
+    if head == "auto":
+        given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
+        return _faster_head(lambda each: plan_pipeline(array, cost, stages=stages, head=each, **given), cost)
+    shape = {"v_shape": schedule in V_SHAPED, "head_stages": head == "all"}
+    layout = StageLayout.of(cost, stages, chunks, layers, **shape)
     search = PipelineSearch(cost, layout, array, schedules, pieces)
     candidates = search.run() if int(array.max()) <= search.longest_document() else []
     if not candidates:
@@ -141,6 +153,20 @@ def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks:
         except SeqloomError:
             if not plans and stages == options[-1]:
                 raise
+    return min(plans, key=lambda plan: predicted_ns(plan, cost))
+
+
+def _faster_head(plan: Callable[[str], Plan], cost: CostModel) -> Plan:
+    """The faster of the plans with the head on the last stage and on all; the refusal of the former if neither fits."""
+    plans: list[Plan] = []
+    refusal: SeqloomError | None = None
+    for head in ("last", "all"):
+        try:
+            plans.append(plan(head))
+        except SeqloomError as error:
+            refusal = refusal or error
+    if not plans and refusal is not None:
+        raise refusal
     return min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
@@ -354,27 +380,53 @@ class PipelineSearch:
         if not memory.allows(base):
             return None
         choice = np.full((len(self.layout.layers), len(costs.micro_batches.units)), base, dtype=np.int64)
-        schedule = self._schedule(name, memory, choice, budget)
-        if schedule is None:
-            return None
+        found = [self._with_policies(each, memory, choice) for each in self._orders(name, memory, choice, budget)]
+        fitting = [each for each in found if each is not None]
+        return min(fitting, key=lambda candidate: candidate.makespan_ns, default=None)
+
+    def _with_policies(self, schedule: Schedule, memory: ActivationMemory, choice: Choice) -> Candidate | None:
+        """An order with policies that store less where these do not fit; None if nothing does."""
+        costs = memory.costs
         if any(peak > free for peak, free in zip(memory.peaks(schedule, choice), memory.free, strict=True)):
-            choice = memory.fit(schedule, choice)
-            if choice is None:
+            fitting = memory.fit(schedule, choice)
+            if fitting is None:
                 return None
+            choice = fitting
         shares = [peak / max(free, 1) for peak, free in zip(memory.peaks(schedule, choice), memory.free, strict=True)]
         makespan = simulate_schedule(schedule, costs.times(choice), message=costs.message_ns).makespan
         return Candidate(costs.micro_batches, schedule, choice, makespan, max(shares))
 
-    def _schedule(self, name: str, memory: ActivationMemory, choice: Choice, budget: int) -> Schedule | None:
-        """Build a schedule by name, the best of `budget` list schedules; None if micro-batches do not fit."""
-        costs, pp_ranks = memory.costs, self.layout.pp_rank_of_stage
-        units, times = costs.micro_batches.units, costs.times(choice)
+    def _orders(self, name: str, memory: ActivationMemory, choice: Choice, budget: int) -> Iterator[Schedule]:
+        """Yield the schedule of a name; with head stages one for every lead of forwards, if micro-batches fit."""
+        costs, size = memory.costs, self.layout.pp_size
+        pp_ranks, times = self.layout.pp_rank_of_stage, costs.times(choice)
+        if not self.layout.heads:
+            if (schedule := self._order(name, memory, choice, pp_ranks, times, budget)) is not None:
+                yield schedule
+            return
+        for lead in LEADS[:1] if name == "balanced" else LEADS:
+            longer = times_with_lead(times, size, lead)
+            order = self._order(name, memory, choice, tuple(range(size + lead)), longer, budget)
+            if order is not None:
+                yield schedule_head(order.name, order.rows[:size], order.units, times, costs.message_ns)
+
+    def _order(
+        self, name: str, memory: ActivationMemory, choice: Choice, pp_ranks: Sequence[int], times: Times, budget: int
+    ) -> Schedule | None:
+        """Build a schedule by name on these pp_ranks, the best of `budget` list schedules; None if nothing fits.
+
+        Those behind the layout's own hold nothing.
+        """
+        units = memory.costs.micro_batches.units
         if name == "balanced":
-            fused = memory.fuses_backward(choice)
-            held, caps = memory.held(choice), memory.caps(choice)
+            with_layers, message = len(self.layout.layers) - self.layout.heads, memory.costs.message_ns
+            more = len(pp_ranks) - with_layers
+            fused, held = (each(choice)[:with_layers] for each in (memory.fuses_backward, memory.held))
+            fused, held = (np.concatenate([each, np.zeros_like(each[:1])[[0] * more]]) for each in (fused, held))
+            caps = [*memory.caps(choice), *[int(held.sum())] * (max(pp_ranks) + 1 - self.layout.pp_size)]
             try:
                 found = balanced_schedule(
-                    pp_ranks, units, _fuse_times(times, fused), held, caps, message=costs.message_ns, budget=budget
+                    pp_ranks, units, _fuse_times(times, fused), held, caps, message=message, budget=budget
                 )
             except PlanError:
                 return None
@@ -382,15 +434,15 @@ class PipelineSearch:
         pieces = [unit.pieces for unit in units if unit.piece == 0]
         if name in V_SHAPED and max(pieces) > 1:
             return None
-        chunks = len(pp_ranks) // self.layout.pp_size
-        return build_schedule(name, self.layout.pp_size, len(pieces), pieces, chunks, times)
+        pp_size = max(pp_ranks) + 1
+        return build_schedule(name, pp_size, len(pieces), pieces, len(pp_ranks) // pp_size, times)
 
     def plan(self, candidate: Candidate) -> Plan:
         """Build the plan of a candidate."""
         rounds = []
         for number, groups in enumerate(candidate.micro_batches.groups):
-            policies = enumerate(self.policies[k] for k in candidate.choice[:, number].tolist())
-            rounds.append(Round(tuple(stage_micro_batch(self.cost, self.layout, groups, *each) for each in policies)))
+            policies = [self.policies[k] for k in candidate.choice[:, number].tolist()]
+            rounds.append(Round(stage_micro_batches(self.cost, self.layout, groups, policies)))
         plan = Plan(
             limits=self.limits,
             sharding=self.cost.sharding,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.forward_backward import (
     FULL_SHARE,
     extend_for_offload,
@@ -25,6 +25,7 @@ from seqloom.cost.forward_backward import (
 from seqloom.cost.memory import pp_rank_bytes
 from seqloom.cost.plan_cost import COST_COLUMNS, expert_costs, rank_costs, rank_times, scale_to_layers
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, sort_groups
+from seqloom.plan.pipeline import deal_head
 from seqloom.planners.pipeline.long_sequences import StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches
 from seqloom.planners.pipeline.stage_layout import StageLayout
@@ -71,6 +72,16 @@ def stage_micro_batch(
     return StageMicroBatch(sort_groups(placed, cost.node_size), policy.checkpoint, offloaded_layers=offloaded)
 
 
+def stage_micro_batches(
+    cost: CostModel, layout: StageLayout, groups: StageGroups, policies: Sequence[ActivationPolicy]
+) -> tuple[StageMicroBatch, ...]:
+    """All stages' parts of a micro-batch under their policies; head stages have that of the last stage with layers."""
+    last = len(layout.layers) - layout.heads - 1
+    works = [stage_micro_batch(cost, layout, groups, s, policy) for s, policy in enumerate(policies[: last + 1])]
+    heads = deal_head(works[last], [layout.ranks(pp_rank) for pp_rank in range(layout.heads)]) if layout.heads else ()
+    return (*works, *heads)
+
+
 class MicroBatchCosts:
     """Times and memory of micro-batches on every stage; computed on first use."""
 
@@ -106,14 +117,15 @@ class MicroBatchCosts:
         if policy == ActivationPolicy(Checkpoint.STAGE):  # recomputing a stage is recomputing its layers
             return self.times_under(ActivationPolicy(Checkpoint.FULL))
         if policy not in self._times:
-            ranges = self.layout.layer_ranges
+            ranges = self.layout.layer_ranges[: len(self.layout.layers) - self.layout.heads]
             sizes = [(layers.stop - layers.first, layers.has_head) for layers in ranges]
             by_size = {
                 size: self._stage_times(layers, policy)
                 for size, layers in dict(zip(sizes, ranges, strict=True)).items()
             }
-            columns = [np.stack([by_size[size][k] for size in sizes]) for k in range(3)]
-            split = [[self.cost.engine.split_overhead_ns(count)] for count, _ in sizes]
+            heads = self._head_times(policy.checkpoint)
+            columns = [np.stack([*(by_size[size][k] for size in sizes), *heads[k]]) for k in range(3)]
+            split = [[self.cost.engine.split_overhead_ns(count)] for count in self.layout.layers]
             self._times[policy] = Times(*columns, split_overhead=np.array(split, dtype=np.int64))
         return self._times[policy]
 
@@ -138,6 +150,43 @@ class MicroBatchCosts:
             length, forward, weights = extend_for_offload(length, forward, weights, copied)
         edges = (np.zeros_like(forward), forward, weights, np.full_like(forward, FULL_SHARE))
         return tuple(share_between(length, low, high) for low, high in pairwise(edges))
+
+    def _head_times(self, checkpoint: Checkpoint) -> np.ndarray:
+        """int64[3, head stages, micro-batches] ns of forward, input half and weight half, which has none of it."""
+        heads, count = self.layout.heads, len(self.micro_batches.groups)
+        if not heads:
+            return np.zeros((3, 0, count), dtype=np.int64)
+        policy, shape = MemoryPolicy(checkpoint, Reduce.STEP, resident=True), GroupShape(1, 1)
+        rate = self.cost.engine.token_ns(shape, policy, self.cost.aligned_traffic(shape))["head"]
+        most = np.zeros((heads, count), dtype=np.int64)
+        for number, stages in enumerate(self._dealt):
+            for k, work in enumerate(stages):
+                for group in work.groups:
+                    edges = self.cost.padded_lengths(np.array([(start, stop) for _, start, stop in group.spans]))
+                    ns = np.rint(rate * edges).astype(np.int64)
+                    most[k, number] = max(most[k, number], int((ns[:, 1] - ns[:, 0]).sum()))
+        parts = np.zeros((most.size, len(COST_COLUMNS)), dtype=np.int64)
+        parts[:, COST_COLUMNS.index("head")] = most.ravel()
+        shares = self.cost.engine.forward(checkpoint), self.cost.engine.matmul_share
+        forward, _ = forward_and_weight_cuts(parts, most.ravel(), *shares)
+        early = share_between(most, np.zeros_like(most), forward.reshape(most.shape))
+        return np.stack([early, most - early, np.zeros_like(most)])
+
+    @cached_property
+    def _dealt(self) -> list[tuple[StageMicroBatch, ...]]:
+        """Of every micro-batch the parts of the head stages."""
+        blocks = [self.layout.ranks(pp_rank) for pp_rank in range(self.layout.heads)]
+        works = (StageMicroBatch(groups, self.policies[0].checkpoint) for groups in self._placed)
+        return [deal_head(work, blocks) for work in works]
+
+    @cached_property
+    def stage_tokens(self) -> np.ndarray:
+        """int64[stages, micro-batches]: tokens on the fullest rank of every stage."""
+        with_layers = np.tile(self.tokens, (len(self.layout.layers) - self.layout.heads, 1))
+        if not self.layout.heads:
+            return with_layers
+        heads = [[max((g.tokens for g in work.groups), default=0) for work in stages] for stages in self._dealt]
+        return np.concatenate([with_layers, np.array(heads, dtype=np.int64).T])
 
     def _table(self, checkpoint: Checkpoint) -> np.ndarray:
         """int64[groups, len(COST_COLUMNS)] ns of all groups, all layers."""
@@ -194,7 +243,7 @@ class ActivationMemory:
                 for policy in policies
             ]
         )
-        columns = np.ceil(np.moveaxis(per_token, 2, 0)[..., None] * costs.tokens)
+        columns = np.ceil(np.moveaxis(per_token, 2, 0)[..., None] * costs.stage_tokens)
         self._bytes = UnitMemory(*columns)  # float64[policies, stages, micro-batches] each
         self._lists = columns.tolist()
         self._kv_lists = [column.tolist() for column in costs.kv_bytes]
@@ -228,6 +277,8 @@ class ActivationMemory:
         A split backward needs nothing more, except where `fuses_backward`.
         """
         transient = np.maximum(_chosen(self._bytes.forward, choice), _chosen(self._bytes.backward, choice))
+        heads = len(transient) - self.costs.layout.heads
+        transient[heads:] += _chosen(self._bytes.held, choice)[heads:]  # nothing else is run between their F and B
         most = transient.max(axis=1) + self.costs.kv_bytes.kv_grad.max(axis=1)
         pp_ranks = np.array(self.costs.layout.pp_rank_of_stage)
         return [int(free - most[pp_ranks == pp_rank].max()) for pp_rank, free in enumerate(self.free)]

@@ -22,8 +22,8 @@ class StageLayout:
 
     pp_size: int
     ranks_per_stage: int
-    pp_rank_of_stage: tuple[int, ...]  # in the order of a forward pass
-    layers: tuple[int, ...]  # number of layers of every stage
+    pp_rank_of_stage: tuple[int, ...]  # in the order of a forward pass, with head stages behind
+    layers: tuple[int, ...]  # number of layers of every stage; 0: a head stage
     tensor: int = 1  # tensor-parallel degree
     expert: int = 1  # expert-parallel degree
 
@@ -36,6 +36,7 @@ class StageLayout:
         layers: Sequence[int] | None = None,
         *,
         v_shape: bool = False,
+        head_stages: bool = False,
     ) -> StageLayout:
         """Divide the ranks into pp_ranks and the layers into stages; SeqloomError if that is impossible.
 
@@ -43,24 +44,35 @@ class StageLayout:
             chunks: stages of every pp_rank, in the order 0 1 0 1.
             layers: of every stage; None balances the stages' times.
             v_shape: whether two stages per pp_rank go down the pp_ranks and up again, 0 1 1 0.
+            head_stages: whether every pp_rank also has a head stage, of a part of all tokens.
         """
         check_stages(cost, pp_size, chunks)
+        if head_stages:
+            check_head_stages(cost, pp_size, chunks)
         down = tuple(range(pp_size))
         pp_ranks = down + down[::-1] if v_shape and chunks == 2 else down * chunks
-        counts = stage_layers(cost, pp_size, chunks, pp_ranks) if layers is None else tuple(layers)
+        own = {"head_stages": head_stages}
+        counts = stage_layers(cost, pp_size, chunks, pp_ranks, **own) if layers is None else tuple(layers)
         if len(counts) != pp_size * chunks or min(counts) < 1 or sum(counts) != cost.model.layers:
             raise SeqloomError(
                 f"layers per stage {list(counts)}: {pp_size} pp_ranks x {chunks} stages need {pp_size * chunks} "
                 f"numbers of at least 1 that add up to the {cost.model.layers} layers of {cost.model.name}; leave them "
                 "out to balance them"
             )
-        return cls(pp_size, cost.ranks // pp_size, pp_ranks, counts, cost.tensor, cost.expert)
+        heads = down if head_stages else ()
+        every = (*counts, *(0 for _ in heads))
+        return cls(pp_size, cost.ranks // pp_size, (*pp_ranks, *heads), every, cost.tensor, cost.expert)
 
     @property
     def layer_ranges(self) -> tuple[LayerRange, ...]:
         """Layers of every stage."""
         edges = pairwise(accumulate(self.layers, initial=0))
-        return tuple(LayerRange(first, stop, sum(self.layers)) for first, stop in edges)
+        return tuple(LayerRange(first, stop, sum(self.layers), self.heads) for first, stop in edges)
+
+    @property
+    def heads(self) -> int:
+        """Number of head stages, the last ones; 0: the last stage has the head."""
+        return self.layers.count(0)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -113,12 +125,26 @@ def check_stages(cost: CostModel, pp_size: int, chunks: int) -> None:
         )
 
 
+def check_head_stages(cost: CostModel, pp_size: int, chunks: int) -> None:
+    """Refuse head stages where there are no equal parts of the head to deal out."""
+    way_out = "leave the head on the last stage (pipeline.head = 'last')"
+    if pp_size < 2 or chunks > 1:
+        value = f"{pp_size} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+        raise SeqloomError(f"a head on all stages with {value}: it needs several of one chunk each; {way_out}")
+    if cost.tensor > 1 or cost.sharding == Sharding.FREE or cost.engine.links is None:
+        what = f"tensor degree {cost.tensor}" if cost.tensor > 1 else f"sharding {cost.sharding}"
+        what = what if cost.engine.links is not None else f"profile {cost.profile.name}, which has no price for it"
+        raise SeqloomError(f"a head on all stages with {what}: every stage holds a whole copy of it; {way_out}")
+
+
 def stage_layers(
     cost: CostModel,
     pp_size: int,
     chunks: int = 1,
     pp_rank_of_stage: Sequence[int] | None = None,
     length: int | None = None,
+    *,
+    head_stages: bool = False,
 ) -> tuple[int, ...]:
     """Balance layers over stages: the time of the slowest pp_rank is least, with the head on the last stage.
 
@@ -128,6 +154,7 @@ def stage_layers(
     Args:
         chunks: stages of every pp_rank; without ``pp_rank_of_stage`` in the order 0 1 0 1.
         length: tokens of a typical document of the run; None: 8K, or the longest length if that is shorter.
+        head_stages: whether all pp_ranks share the head, so that it counts on none.
     """
     check_stages(cost, pp_size, chunks)
     stages = pp_size * chunks
@@ -139,7 +166,7 @@ def stage_layers(
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
     counts = [1] * stages
     load = [layer * chunks] * pp_size
-    load[pp_ranks[-1]] += parts.head * cost.model.layers
+    load[pp_ranks[-1]] += 0 if head_stages else parts.head * cost.model.layers
     for _ in range(cost.model.layers - stages):
         pp_rank = min(range(pp_size), key=lambda p: (load[p], -p))  # later pp_ranks have fewer micro-batches in flight
         stage = min((s for s in range(stages) if pp_ranks[s] == pp_rank), key=lambda s: (counts[s], s))
