@@ -13,10 +13,9 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS.parent / "tests"))
 
-from support.chromium import Chromium  # noqa: E402
-
 from seqloom.api import cost_model, evaluate_planners  # noqa: E402
 from seqloom.cli.shared import Source, Workload, save_report  # noqa: E402
+from support.chromium import Chromium  # noqa: E402
 
 LONGEST, SEQUENCES, WIDTH, HEIGHT = 131_072, 512, 1200, 900
 

@@ -103,8 +103,8 @@ class _Sequences:
             ids += [first, second]
             labels += [first.new_full((len(first) - 1,), IGNORED), second, first.new_full((1,), IGNORED)]
             lengths.append(len(first) + len(second))
-        documents = Documents(torch.cat(ids), torch.cat(labels), tuple(lengths)) if ids else None
-        return cls(documents or Documents(*torch.empty(2, 0), ()), [len(each) for each in completions])
+        packed = (torch.cat(each) if each else torch.empty(0, dtype=torch.int64) for each in (ids, labels))
+        return cls(Documents(*packed, lengths=tuple(lengths)), [len(each) for each in completions])
 
 
 @dataclass(slots=True, eq=False)

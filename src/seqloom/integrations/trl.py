@@ -38,9 +38,9 @@ class SeqloomSFTTrainer(PlannedTraining, SFTTrainer):
             )
         super().__init__(*args, **keywords)
 
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Count the tokens of a batch, which every rank has; then see `PlannedTraining.training_step`."""
         mask = inputs.get("attention_mask")
         self._total_train_tokens += int(inputs["input_ids"].numel() if mask is None else mask.sum())
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-        return super().training_step(model, inputs, *args)
+        return super().training_step(model, inputs, num_items_in_batch)
