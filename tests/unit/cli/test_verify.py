@@ -225,10 +225,11 @@ def test_a_table_for_people(settings):
 
 
 def test_the_run_s_own_pipeline_is_among_the_usual_planners(settings):
-    result = run(*settings, "--ranks", "2", "--set", "pipeline.stages=2", "--set", "pipeline.schedule=1f1b", "--json")
+    changes = ("pipeline.stages=2", "pipeline.schedule=1f1b", "pipeline.head=all")
+    result = run(*settings, "--ranks", "2", *(part for change in changes for part in ("--set", change)), "--json")
     assert result.exit_code == 0, result.output
     found = [row["planner"] for row in json.loads(result.stdout)["plans"]]
-    assert found == ["static", "adaptive", "flex", "zones", "pipeline:2,1,1f1b"]
+    assert found == ["static", "adaptive", "flex", "zones", "pipeline:2,1,1f1b,all"]
 
 
 def test_a_difference_is_exit_code_1(settings, monkeypatch):

@@ -262,8 +262,9 @@ def test_stages_have_whole_tensor_groups():
     assert {stage.tensor for stage in plan.pipelines[0].stages} == {2}
     with pytest.raises(SeqloomError, match=r"4 stages on 4 ranks.*whole tensor groups of 2; use 2 stages"):
         plan_pipeline(np.array([3000]), cost, stages=4)
-    with pytest.raises(SeqloomError, match="planner zones keeps short sequences on single ranks"):
-        plan_zones(np.array([3000]), cost)
+    zones = plan_zones(np.array([3000, 200]), cost)
+    zones.validate()
+    assert {group.ulysses % 2 for current in zones.pipelines[0].rounds for group in current.groups} == {0}
     with pytest.raises(SeqloomError, match="splits weights over ranks cannot be explained"):
         explain(make_plan("static:2", np.array([3000]), cost), cost)
 
