@@ -23,8 +23,9 @@ from support.tiny_models import LATENTS, documents, gradients, one_by_one, tiny_
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of tiny configs
 TOLERANCE = {"minicpm3": 1e-9, "youtu": 1e-9}
-OTHERS = 1e-6
-"""Routers, and DeepSeek-V2's rotary embedding, compute in float32 also where the model is in float64."""
+OTHERS = 1e-5
+"""Routers, and DeepSeek-V2's rotary embedding, compute in float32 also where the model is in float64: sums in
+other orders differ by units of 1.2e-7 in every element, more where a CPU's matrix products round otherwise."""
 SHAPES = [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (1, 5)]
 WIDTHS = [LatentShape(6, 4, 5, 7), LatentShape(3, 1, 2, 9), LatentShape(5, 2, 6, 8)]
 """Values narrower than keys, wider, as wide."""
