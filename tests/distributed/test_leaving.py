@@ -197,8 +197,9 @@ def test_one_rank_of_torchrun_is_asked(place):
     assert "has died" not in said
 
 
-def test_ranks_do_not_outlive_the_launcher(place):
-    _, said, processes = interrupted(place, "orphans", OURS, lambda launcher, _: launcher, signal.SIGKILL)
+@pytest.mark.parametrize("command", [OURS, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["ours", "torchrun"])
+def test_ranks_do_not_outlive_the_launcher(place, command):
+    _, said, processes = interrupted(place, "orphans", command, lambda launcher, _: launcher, signal.SIGKILL)
     assert len(processes) == 3, "two ranks, and the process that plans"
     until = time.monotonic() + 5
     while running := [pid for pid in processes if is_running(pid)]:

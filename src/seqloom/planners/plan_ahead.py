@@ -34,6 +34,8 @@ from seqloom.simulate import predicted_ns, simulate
 
 MOST_ENDS = 3
 """Planning processes that may end in a row, before they answer anything, until none replaces them any more."""
+PARENT_S = 0.5
+"""Seconds between two looks at who a process is a child of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +300,14 @@ def _surely_faster(plan: Plan, request: _Request, cost: CostModel, fallback: Pla
 
 def end_with_parent(code: int) -> None:
     """End this process as soon as the one that has started it is gone, however that ends and whatever this one does."""
-    parent = parent_process()
-    assert parent is not None
+    parent, number = parent_process(), os.getppid()
 
     def watch() -> None:
-        parent.join()
+        if parent is not None:
+            parent.join()
+        else:  # another program has started it, whose end cannot be waited for
+            while os.getppid() == number:
+                time.sleep(PARENT_S)
         os._exit(code)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -62,6 +62,8 @@ from seqloom.version import __version__
 
 GRACE_S = 2.0
 """Seconds that ranks have to report by themselves after one of them has ended."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""What torchrun's agent tells every process that it starts."""
 REPEAT_S = 1.0
 """Seconds after which ranks that have not left are asked to leave again."""
 WATCHED_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -325,10 +327,13 @@ def _torch_timeout(config: Config) -> timedelta:
 def run_as_launched_rank(body: Body, *arguments: Any, share_gpu: bool = False, timeout: timedelta | None = None) -> Any:
     """Run a body as the rank that a launcher made this process, and return its result.
 
-    A rank that cannot continue prints the reason to stderr and ends the process.
+    A rank that cannot continue prints the reason to stderr and ends the process. Ranks of torchrun end with its agent,
+    too: they would train on, in a folder that the next run takes.
     """
     job_rank = launched_rank()
     assert job_rank is not None
+    if TORCHRUN in os.environ:
+        end_with_parent(EXIT_FAILED)
     connect = partial(init_process_group, job_rank, share_gpu=share_gpu, timeout=timeout)
     return _run_body(body, arguments, job_rank, connect, _stderr_report(job_rank))
 
