@@ -39,8 +39,15 @@ tied = true
 STEPS, EVERY = 60, 5
 LIMIT_S = 120
 """Seconds after which a start that neither ends nor goes on counts as hanging."""
+OWN_DISK, FREEZES, FAKE_CLOCK = "a file system of its own", "a file system that freezes", "libfaketime"
+CLOCK = "clock"
+"""File with the seconds by which the clock of a start is off."""
 TIMEOUT_S = 20
 """`run.timeout_s`: how long ranks wait for each other."""
+
+
+SAID = r"step-\d+ is intact|no checkpoint yet|the last checkpoint is intact"
+"""What a run says that cannot go on."""
 
 
 class Failed(AssertionError):  # noqa: N818 - as tests say it
@@ -81,13 +88,17 @@ class Fault:
         before: called with the folder of the run before it starts.
         codes: exit codes of a start that meets it; 0 is always one of them, since the run may end before.
         said: what a start with another code than 0 and 75 says.
+        environment: variables of the start, given the place of the campaign.
+        needs: what the place has to have, of `OWN_DISK`, `FREEZES` and `FAKE_CLOCK`.
     """
 
     name: str
     inject: Callable[[Start, random.Random], None] | None = None
     before: Callable[[Path, random.Random], None] | None = None
     codes: frozenset[int] = frozenset({2})
-    said: str = r"step-\d+ is intact|no checkpoint yet|the last checkpoint is intact"
+    said: str = SAID
+    environment: Callable[[Path], dict[str, str]] | None = None
+    needs: str = ""
 
 
 def _kill_a_rank(start: Start, draw: random.Random) -> None:
@@ -212,6 +223,51 @@ def _make_read_only(start: Start, draw: random.Random) -> None:
         subprocess.run(["mount", "-o", "remount,rw", str(start.folder.parent)], check=True)
 
 
+def _slow_the_disk(start: Start, draw: random.Random) -> None:
+    """Let every write wait for seconds, again and again: what is frozen goes on later."""
+    for _ in range(4):
+        _freeze(start.folder.parent, draw.uniform(0.5, 3))
+        time.sleep(draw.uniform(0, 0.3))
+
+
+def _freeze(place: Path, seconds: float) -> None:
+    subprocess.run(["fsfreeze", "--freeze", str(place)], check=True)
+    try:
+        time.sleep(seconds)
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(place)], check=True)
+
+
+def _fake_clock(place: Path) -> dict[str, str]:
+    """Let the start take the time of day from a file; clocks that only run forward are the machine's."""
+    _set_clock(place, 0)
+    return {
+        "LD_PRELOAD": str(fake_clock_library()),
+        "FAKETIME_TIMESTAMP_FILE": str(place / CLOCK),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "NO_FAKE_STAT": "1",
+    }
+
+
+def fake_clock_library() -> Path | None:
+    """Debian's libfaketime; None: it is not installed."""
+    found = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    return found[0] if found else None
+
+
+def _set_clock(place: Path, seconds: int) -> None:
+    part = place / f"{CLOCK}.part"
+    part.write_text(f"{seconds:+d}\n")
+    part.replace(place / CLOCK)
+
+
+def _let_the_clock_jump(start: Start, draw: random.Random) -> None:
+    for _ in range(draw.randint(1, 4)):
+        _set_clock(start.folder.parent, draw.choice((-86_400, -3_600, -7, 7, 3_600, 86_400)))
+        time.sleep(draw.uniform(0.05, 1))
+
+
 def _start_a_second(start: Start, draw: random.Random) -> None:
     """Start the same command beside: it is refused, and the first goes on."""
     second = subprocess.run(start.process.args, capture_output=True, text=True, timeout=LIMIT_S)
@@ -237,8 +293,10 @@ FAULTS = (
     Fault("file of a checkpoint missing", before=_remove_a_file, codes=GOES_ON),
     Fault("checkpoint half written", before=_leave_half_a_checkpoint, codes=GOES_ON),
     Fault("metrics torn", before=_tear_the_metrics, codes=GOES_ON),
-    Fault("disk full", _fill_the_disk, said="was not written|cannot use|No space left"),
-    Fault("disk read-only", _make_read_only, said="was not written|cannot use|Read-only"),
+    Fault("disk full", _fill_the_disk, said="was not written|cannot use|No space left", needs=OWN_DISK),
+    Fault("disk read-only", _make_read_only, said="was not written|cannot use|Read-only", needs=OWN_DISK),
+    Fault("disk slow", _slow_the_disk, codes=GOES_ON, needs=FREEZES),
+    Fault("clock jumps", _let_the_clock_jump, codes=GOES_ON, environment=_fake_clock, needs=FAKE_CLOCK),
     Fault("second run", _start_a_second, codes=GOES_ON),
 )
 
@@ -295,12 +353,13 @@ class Campaign:
             fault.before(folder, self.draw)
         ranks = self.draw.choice(self.ranks)
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(self.command("run", ranks), **pipes)
+        environment = os.environ | (fault.environment(self.place) if fault.environment else {})
+        process = subprocess.Popen(self.command("run", ranks), env=environment, **pipes)
         said: list[str] = []
         reader = threading.Thread(target=lambda: said.append(process.stderr.read()), daemon=True)
         reader.start()
         try:
-            if fault.inject is not None and self._wait_for_steps(process, folder):
+            if fault.inject is not None and wait_for_steps(lambda: process.poll() is None, folder):
                 time.sleep(self.draw.random() * 1.5)
                 fault.inject(Start(process, folder, ranks), self.draw)
             process.wait(timeout=LIMIT_S)
@@ -322,15 +381,16 @@ class Campaign:
             raise Failed(f"{fault.name}: the message does not say how to go on\n{text}")
         return process.returncode == 0
 
-    def _wait_for_steps(self, process: subprocess.Popen[str], folder: Path) -> bool:
-        """Wait until this start has done a step; False: it has ended before."""
-        path, deadline = folder / "metrics.jsonl", time.monotonic() + LIMIT_S
-        before = path.stat().st_mtime_ns if path.exists() else 0
-        while process.poll() is None and time.monotonic() < deadline:
-            if path.exists() and path.stat().st_mtime_ns != before and '"loss"' in path.read_text():
-                return True
-            time.sleep(0.02)
-        return False
+
+def wait_for_steps(works: Callable[[], bool], folder: Path) -> bool:
+    """Wait until a start that works has done a step; False: it has ended before."""
+    path, deadline = folder / "metrics.jsonl", time.monotonic() + LIMIT_S
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    while works() and time.monotonic() < deadline:
+        if path.exists() and path.stat().st_mtime_ns != before and '"loss"' in path.read_text():
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -2,8 +2,8 @@
 
     python tests/faults/run.py --faults 300 --out benchmarks/results/faults.json
 
-Every campaign works in a file system of its own (a tmpfs of 48 MiB, where this is root), so that a full or read-only
-disk is that of the run alone.
+Every campaign works in a file system of its own (an image of 96 MiB, where this is root), so that a full, slow or
+read-only disk is that of the run alone. Every third one is on two nodes (`nodes`), where this machine can have them.
 """
 
 from __future__ import annotations
@@ -11,36 +11,64 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
 
 from common import Check  # noqa: E402
 from record import commit, write  # noqa: E402
 
-from faults.campaign import FAULTS, Campaign, Failed, compare, losses  # noqa: E402
+from faults.campaign import (  # noqa: E402
+    FAKE_CLOCK,
+    FAULTS,
+    FREEZES,
+    OWN_DISK,
+    Campaign,
+    Failed,
+    compare,
+    fake_clock_library,
+    losses,
+)
+from faults.nodes import NODE_FAULTS, NodesCampaign  # noqa: E402
+from support.hosts import why_not  # noqa: E402
 from support.pieces import Pieces  # noqa: E402
 
-NEEDS_MOUNT = ("disk full", "disk read-only")
+IMAGE_MIB, NODES_EVERY = 96, 3
 
 
 @contextmanager
-def workplace() -> Iterator[tuple[Path, bool]]:
-    """Yield a folder, and whether it is a small file system of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", folder]
-        own = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+def workplace() -> Iterator[tuple[Path, set[str]]]:
+    """Yield a folder, and which of the needs of faults it meets: see `Fault.needs`."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as image:
+        place = Path(folder)
+        os.truncate(image.name, IMAGE_MIB << 20)
+        commands = ["mkfs.ext4", "-q", image.name], ["mount", "-o", "loop", image.name, folder]
+        own = os.geteuid() == 0 and all(shutil.which(words[0]) for words in commands)
+        own = own and not any(subprocess.run(words, capture_output=True).returncode for words in commands)
+        meets = {OWN_DISK, *([FREEZES] if shutil.which("fsfreeze") else [])} if own else set()
         try:
-            yield Path(folder), own
+            yield place, meets | ({FAKE_CLOCK} if fake_clock_library() else set())
         finally:
             if own:
                 subprocess.run(["umount", "-l", folder], check=True)
+
+
+def one_campaign(place: Path, meets: set[str], seed: int, kinds: Sequence[str]) -> tuple[Campaign, Sequence[Any]]:
+    """Return the campaign with a seed, and the faults that it may meet here, of these kinds or of all."""
+    of_nodes = [each for each in NODE_FAULTS if not kinds or each.name in kinds]
+    of_processes = [each for each in FAULTS if not kinds or each.name in kinds]
+    of_processes = [each for each in of_processes if not each.needs or each.needs in meets]
+    if of_nodes and (seed % NODES_EVERY == 0 or not of_processes) and why_not() is None:
+        return NodesCampaign(place, random.Random(seed)), of_nodes
+    return Campaign(place, random.Random(seed), ranks=(2, 3)), of_processes
 
 
 def main() -> None:
@@ -58,10 +86,8 @@ def main() -> None:
     counts, met = pieces.counts, Counter(pieces.counts["faults"])
     whole: dict[int, float] | None = None
     while met.total() < arguments.faults and not counts["failures"] and pieces.has_time:
-        with workplace() as (place, own):
-            kinds = [each for each in FAULTS if (own or each.name not in NEEDS_MOUNT)]
-            kinds = [each for each in kinds if not arguments.kind or each.name in arguments.kind]
-            campaign = Campaign(place, random.Random(arguments.seed + counts["runs"]), ranks=(2, 3))
+        with workplace() as (place, meets):
+            campaign, kinds = one_campaign(place, meets, arguments.seed + counts["runs"], arguments.kind)
             whole = campaign.undisturbed() if whole is None else whole
             try:
                 campaign.run(kinds)

@@ -33,6 +33,7 @@ LINK = "link0"
 """The interface of a rank, in its own namespace."""
 BURST_KIB = 32  # what a nic passes at once after a pause
 WINDOW = "4096 131072 1048576"  # bytes, least to most, that TCP has under way: a nic's queue stays short
+BEFORE_MAIN = 1  # priority of a rule that comes before every table of neighbours
 AFTER_MAIN = 40_000  # priority of rules that apply to what the table of neighbours does not know
 MOST_RUNS = 12
 
@@ -102,6 +103,19 @@ class Hosts:
         """Return what the nics have sent so far: of every node, of every nic, in bytes."""
         found = [node.bytes_sent() for node in self._nodes]
         return [[sent[f"nic{nic}"] for nic in range(self.nics)] for sent in found]
+
+    def cut(self, node: int) -> None:
+        """Let all that a node sends and gets vanish on its way, without a word to anyone."""
+        self._nodes[node].ip([f"rule add from all priority {BEFORE_MAIN} blackhole"])
+
+    def mend(self, node: int) -> None:
+        """Let messages of a node that was cut off pass again."""
+        self._nodes[node].ip([f"rule del priority {BEFORE_MAIN}"])
+
+    def set_rate(self, node: int, rate_mbit: float) -> None:
+        """Give the nics of a node another rate for what they send."""
+        shape = f"root tbf rate {round(1000 * rate_mbit)}kbit burst {BURST_KIB}kb limit 16mb"
+        self._nodes[node].tc([f"qdisc change dev nic{nic} {shape}" for nic in range(self.nics)])
 
     def seconds(self, sent: float) -> float:
         """Return how long a nic takes at least for so many bytes, as `bytes_sent` counts them."""

@@ -22,6 +22,16 @@ def children_of(pid: int) -> list[int]:
     return sorted(p for p, (parent, line) in _processes().items() if parent == pid and "resource_tracker" not in line)
 
 
+def descendants_of(pid: int) -> list[int]:
+    """Children of a process, and theirs."""
+    found, parents = [], _processes()
+    level = [pid]
+    while level:
+        level = sorted(child for child, (parent, _) in parents.items() if parent in level)
+        found += level
+    return found
+
+
 def ranks_of(launcher: int) -> list[int]:
     """Processes of the ranks, in their order: children of the launcher, or of the process that forks for it."""
     servers = [pid for pid in children_of(launcher) if "forkserver" in _processes().get(pid, (0, ""))[1]]
