@@ -12,8 +12,10 @@ GPU_JOBS ?= 8
 NCCL_JOBS ?= 3
 # Faults of `make test-faults`, about eight seconds each.
 FAULTS ?= 40
-# Changed files of `make fuzz`, over all readers.
+# Changed files of `make fuzz`, over all readers; its cases of layouts and moves, and its plans.
 CASES ?= 60000
+LAYOUTS ?= 600000
+PLANS ?= 2000
 # Steps, and batches that are planned twice, of `make soak`; PYTHON2 is the interpreter that plans them the second time.
 STEPS ?= 5000
 BATCHES ?= 1000000
@@ -27,7 +29,8 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python;
 
 VENV := .venv
 BIN := $(VENV)/bin
-RESULTS := benchmarks/results
+# Where counts of `make fuzz`, `make test-faults` and `make soak` go; benchmarks/results has those of large runs.
+OUT ?= build/results
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
@@ -63,15 +66,17 @@ test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on t
 test-browser: $(DEV_READY)  ## reports in a headless Chromium, with screenshots in build/browser; without one it says so
 	$(BIN)/python -m pytest -m browser -n 0 -p no:cacheprovider tests/browser
 
-fuzz: $(DEV_READY)  ## every reader of files, with so many changed files: make fuzz CASES=1000000
-	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --jobs $(JOBS) --seconds $(LIMIT_S) --state build/fuzz.json --out $(RESULTS)/fuzz.json
+fuzz: $(DEV_READY)  ## changed files for every reader, layouts and plans element by element: make fuzz CASES=1000000
+	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --jobs $(JOBS) --seconds $(LIMIT_S) --state build/fuzz.json --out $(OUT)/fuzz.json
+	$(BIN)/python tests/fuzz/arithmetic.py --layouts $(LAYOUTS) --plans $(PLANS) --jobs $(JOBS) --seconds $(LIMIT_S) \
+		--state build/fuzz-arithmetic.json --out $(OUT)/fuzz_arithmetic.json
 
 test-faults: $(DEV_READY)  ## training runs that meet faults until they are complete: make test-faults FAULTS=300
-	$(BIN)/python tests/faults/run.py --faults $(FAULTS) --seconds $(LIMIT_S) --state build/faults.json --out $(RESULTS)/faults.json
+	$(BIN)/python tests/faults/run.py --faults $(FAULTS) --seconds $(LIMIT_S) --state build/faults.json --out $(OUT)/faults.json
 
 soak: $(DEV_READY)  ## thousands of steps with changing plans, then batches planned twice: nothing grows, every hash is equal
-	$(BIN)/python benchmarks/long_run.py --ranks 2 --steps $(STEPS) --seconds $(LIMIT_S) --out $(RESULTS)/soak_steps.json
-	$(BIN)/python tests/soak/run.py --batches $(BATCHES) --python $(PYTHON2) --seconds $(LIMIT_S) --out $(RESULTS)/soak_plans.json
+	$(BIN)/python benchmarks/long_run.py --ranks 2 --steps $(STEPS) --seconds $(LIMIT_S) --out $(OUT)/soak_steps.json
+	$(BIN)/python tests/soak/run.py --batches $(BATCHES) --python $(PYTHON2) --seconds $(LIMIT_S) --out $(OUT)/soak_plans.json
 
 lint: $(DEV_READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

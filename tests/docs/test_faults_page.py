@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from faults.campaign import FAULTS
+from faults.nodes import NODE_FAULTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "faults.md").read_text()
@@ -16,4 +17,4 @@ def test_every_test_that_the_page_names_exists():
 
 
 def test_every_kind_of_fault_has_a_row():
-    assert [fault.name for fault in FAULTS if f"`{fault.name}`" not in PAGE] == []
+    assert [fault.name for fault in (*FAULTS, *NODE_FAULTS) if f"`{fault.name}`" not in PAGE] == []

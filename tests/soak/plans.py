@@ -31,7 +31,8 @@ LONGEST = 65_536
 
 
 @cache
-def _cost(cluster: str, model: str, sharding: str, stages: int) -> CostModel:
+def batch_cost(cluster: str, model: str, sharding: str, stages: int) -> CostModel:
+    """Return the cost model of a batch, from its settings."""
     return cost_model(cluster, model, sharding=sharding, stages=stages)
 
 
@@ -52,7 +53,7 @@ def digest(first: int, count: int) -> str:
     for seed in range(first, first + count):
         planner, settings, lengths = draw_batch(seed)
         try:
-            text = make_plan(planner, lengths, _cost(**settings)).hash
+            text = make_plan(planner, lengths, batch_cost(**settings)).hash
         except SeqloomError as error:
             text, refused = str(error), refused + 1
         found.update(text.encode() + b"\n")
