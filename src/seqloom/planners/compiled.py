@@ -1,8 +1,9 @@
-"""The loops of `planners.loops`, compiled where numba is installed.
+"""The loops of `planners.loops`, compiled by numba.
 
 The first process of an installation finds no machine code on disk. It does not wait for it: it starts a process that
 compiles, says so once on stderr, and plans with the plain loops, which give the same plans. Every process changes over
-as soon as the machine code is there. Where numba is missing, or finds no folder to write to, the loops stay plain.
+as soon as the machine code is there. Where numba is missing (the newest Python may be too new for it), or finds no
+folder to write to, the loops stay plain.
 """
 
 from __future__ import annotations
