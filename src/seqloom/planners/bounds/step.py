@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -73,14 +73,31 @@ def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
     if no plan can hold them.
     """
     cost = cost.holding(lengths)
-    possible = {problem.policy.reduce for problem in fitting_problems(lengths, cost)}
-    return min(policies_bound(lengths, cost, [v for v in cost.policies if v.reduce == reduce]) for reduce in possible)
+    possible = sorted({problem.policy.reduce for problem in fitting_problems(lengths, cost)})
+    kinds = [_rising_bounds(lengths, cost, [v for v in cost.policies if v.reduce == reduce]) for reduce in possible]
+    lowest = [(0, kind) for kind in range(len(kinds))]  # what is proven so far of plans that reduce in each way
+    while True:
+        proven, kind = heapq.heappop(lowest)
+        more = next(kinds[kind], None)
+        if more is None:
+            return proven
+        heapq.heappush(lowest, (more, kind))
 
 
 def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> int:
     """The bound for plans whose rounds use any of these policies, which differ in checkpointing only."""
+    return max(_rising_bounds(lengths, cost, policies))
+
+
+def _rising_bounds(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> Iterator[int]:
+    """Bounds for these policies by one argument after another, none lower than the one before; the last is the best."""
     padded, count = np.unique(cost.padded_lengths(np.asarray(lengths, np.int64)), return_counts=True)
-    tokens = padded.astype(float)
+    tokens, overhead = padded.astype(float), min(cost.step_overhead_ns(v) for v in policies)
+
+    def with_overhead(best: float) -> int:
+        return int(best * (1 - PRECISION)) + overhead
+
+    yield with_overhead(0.0)
     pure = [price_documents(tokens, cost, policy) for policy in policies]
     prices = price_mixes(pure, cost, LAYER_PARTS)
     options = [BatchOptions.of(prices, count, cost.ranks, cost.ranks, stream) for stream in _streams_of(prices)]
@@ -88,13 +105,13 @@ def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[Memo
     for stream in options:
         best = max(best, throughput_bound(stream, best))
         best = max(best, timeline_bound(stream, best))
+        yield with_overhead(best)
     if cost.shard_group_size == cost.ranks:
-        best = max(best, lock_step_bound(options))
         if len(policies) > 1:
             best = max(best, mixture_bound(price_mixes(pure, cost, MIXTURE_LAYER_PARTS), count, cost.ranks, cost.ranks))
+        yield with_overhead(best := max(best, lock_step_bound(options)))
     if cost.speeds:
-        best = max(best, _weighted_bound(tokens, count, cost, policies, best))
-    return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in policies)
+        yield with_overhead(max(best, _weighted_bound(tokens, count, cost, policies, best)))
 
 
 def _streams_of(prices: Sequence[DegreePrices]) -> list[int]:
@@ -458,13 +475,24 @@ def _best_longest_round(options: BatchOptions, rounding: Rounding, rounds: int |
     """
     times = np.unique(np.concatenate([block.solo_ns.ravel() for block in options.blocks]))
     times = times[(times >= options.longest_ns) & (times < float(NEVER))]
+    filled = [rank_rounds(block, rounding) for block in options.blocks]
+
+    @cache
+    def within(last: int) -> tuple[np.ndarray, float, float]:
+        """Of documents that take times[last - 1] or less: least work, the densest of a round, and crowded rounds."""
+        until = times[last - 1]
+        work = options.least_work(until)
+        crowded = 0.0 if rounds is None else _crowded_rounds(options, until, work, filled, rounds)
+        return float(work.sum()), _densest_round(options, work), crowded
+
     ranges = [(0, len(times))]  # the longest round ends at one of times[first:last]
     queue: list[tuple[float, int, int]] = []
     while True:
         for first, last in ranges:
-            bound = _long_round(options, times[last - 1], times[first] - options.round_fixed)
-            if rounds is not None:
-                bound = max(bound, _crowded_rounds(options, times[last - 1], rounding, rounds))
+            work, densest, crowded = within(last)
+            longest = times[first] - options.round_fixed
+            rest = work - min(options.pace * longest, densest)
+            bound = max(float(longest + max(0.0, rest) / options.pace), crowded)
             heapq.heappush(queue, (bound, first, last))
         bound, first, last = heapq.heappop(queue)
         if last - first == 1:
@@ -473,33 +501,31 @@ def _best_longest_round(options: BatchOptions, rounding: Rounding, rounds: int |
         ranges = [(first, middle), (middle, last)]
 
 
-def _long_round(options: BatchOptions, until: float, longest: float) -> float:
-    """Net time of all rounds if the longest takes ``longest`` or more and every document takes ``until`` or less.
+def _densest_round(options: BatchOptions, work: np.ndarray) -> float:
+    """The densest of this work, float64[n], that fits into one round's memory.
 
-    That round does at most ``ranks x longest`` of the work, and at most the densest work that fits into one round's
-    memory; the other rounds do the rest.
+    The longest round does at most that, and at most ``ranks x longest``; the other rounds do the rest.
     """
-    work = options.least_work(until)
     order = np.argsort(-work / options.tokens, kind="stable")  # fractional knapsack: the last document in part
     tokens = options.tokens[order]
     part = np.clip(1 - (np.cumsum(tokens) - options.ranks * options.capacity) / tokens, 0.0, 1.0)
-    densest = float((part * work[order]).sum())
-    rest = work.sum() - min(options.pace * longest, densest)
-    return longest + max(0.0, float(rest)) / options.pace
+    return float((part * work[order]).sum())
 
 
-def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rounds: int) -> float:
+def _crowded_rounds(
+    options: BatchOptions, until: float, work: np.ndarray, filled: Sequence[np.ndarray], rounds: int
+) -> float:
     """Net time of this many rounds, each of which has only the memory of ``ranks`` ranks.
 
     Lagrangian relaxation: at any price of a rank's memory, work plus memory filled, less the memory there is, bounds
-    the work from below.
+    the work from below. ``work`` is the least within ``until``; ``filled`` are the `rank_rounds` of every block.
     """
-    mean = float(options.least_work(until).sum()) / (options.ranks * rounds)
+    mean = float(work.sum()) / (options.ranks * rounds)
     prices = np.concatenate([options.round_fixed * 2.0 ** np.arange(4), mean * 2.0 ** np.arange(-4, 3)])
-    terms = [(each.work_within(until), rank_rounds(each, rounding), each.count) for each in options.blocks]
+    terms = [(each.work_within(until), part, each.count) for each, part in zip(options.blocks, filled, strict=True)]
     bound = 0.0
     for price in prices:
-        priced = sum(float((work + price * filled).min(axis=0) @ count) for work, filled, count in terms)
+        priced = sum(float((work + price * part).min(axis=0) @ count) for work, part, count in terms)
         bound = max(bound, priced - price * options.ranks * rounds)
     return bound / options.pace
 
