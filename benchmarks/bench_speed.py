@@ -1,7 +1,7 @@
 """Plan time and memory on one core: lengths in, validated and hashed plan out.
 
 Every row is a process of its own on one core with one thread: one plan to warm up, then a fresh batch every time. Peak
-memory is read when `flex` is done; `adaptive` and `static` then plan the first of the same batches. The base install is
+memory is read when `flex` is done; `adaptive` and `static` then plan the first of the same batches. Rows `base` are
 the same environment with numba kept out. Processor time stands beside wall time: the two differ where other processes
 share the core. The very first plan of an installation, which compiles the loops and keeps them on disk, is a row of its
 own.

@@ -28,7 +28,6 @@ class Extra(NamedTuple):
 
 
 EXTRAS = (
-    Extra("fast", "numba", "compiled planner loops"),
     Extra("exact", "highspy", "planners exact and flexsp"),
     Extra("data", "pyarrow", "token stores, lengths from .parquet"),
     Extra("train", "torch", "running plans"),
@@ -61,7 +60,7 @@ def doctor(cluster: shared.Cluster = "8x8xH100", json: shared.AsJson = False) ->
 
 def examine(cluster: str) -> dict[str, Any]:
     """Return versions, extras, GPUs and choices, by JSON keys."""
-    packages = {extra.package: probe(extra.package, extra.module) for extra in EXTRAS}
+    packages = {extra.package: probe(extra.package, extra.module) for extra in EXTRAS} | {"numba": probe("numba")}
     return {
         "versions": {
             "seqloom": __version__,
@@ -107,7 +106,7 @@ def _gpus() -> list[dict[str, Any]]:
 def _choices(packages: dict[str, Package], cluster: str) -> Iterator[tuple[str, Choice]]:
     numba, highspy, torch = packages["numba"], packages["highspy"], packages["torch"]
     compiled = "compiled", f"numba {numba.version} is here; same plans as the plain loops"
-    plain = "plain", f"numba {numba.problem}; same plans, slower: pip install 'seqloom[fast]'"
+    plain = "plain", f"numba {numba.problem}; same plans, many times slower: pip install numba"
     yield "planner loops", compiled if numba.version else plain
     no_solver = None, f"highspy {highspy.problem}; planners exact and flexsp need pip install 'seqloom[exact]'"
     yield "exact solver", ("highs", f"highspy {highspy.version} is here") if highspy.version else no_solver

@@ -440,9 +440,10 @@ class CostModel:
         """
         policy, shapes = self.priced_policy(policy), self.shapes if shapes is None else tuple(shapes)
         tokens = self.padded_lengths(np.asarray(lengths))
+        distinct, of_length = np.unique(tokens, return_inverse=True)
         places = [(shape, self.aligned_traffic(shape)) for shape in shapes]
-        cost = np.zeros((len(STREAMS), len(places), len(tokens)), dtype=np.int64)
-        for name, values in self.document_ns(tokens, places, policy, slowness).items():
+        cost = np.zeros((len(STREAMS), len(places), len(distinct)), dtype=np.int64)
+        for name, values in self.document_ns(distinct, places, policy, slowness).items():
             if name == "routed" and slowness != 1:  # in a round, experts are as fast as the rank that has them
                 values = np.rint(values * slowness).astype(np.int64)
             for stream, parts in enumerate(STREAMS):
@@ -453,7 +454,7 @@ class CostModel:
         return CostTables(
             shapes=shapes,
             degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
-            cost=cost,
+            cost=np.take(cost, of_length, axis=2),
             fixed=np.array(fixed, dtype=np.int64).T.copy(),
             tokens=tokens,
             capacity=0 if policy.resident else self.capacity(policy),  # pipeline stages have a limit of their own
@@ -471,7 +472,8 @@ class CostModel:
         parts = {}
         for name in rates[0]:
             column = np.array([rate[name] for rate in rates])[:, None] * (slowness if name in BY_SPEED else 1.0)
-            parts[name] = np.rint(column * lengths).astype(np.int64)
+            shape = len(places), len(lengths)
+            parts[name] = np.rint(column * lengths).astype(np.int64) if column.any() else np.zeros(shape, np.int64)
         for row, (shape, traffic) in enumerate(places):
             for name, each in self.engine.document_ns(shape, policy, traffic).items():
                 scaled = each * (slowness if name in BY_SPEED else 1.0)

@@ -272,7 +272,7 @@ class ModelSpec:
     @property
     def attention_layers(self) -> int:
         """Number of layers with attention."""
-        return sum(window != 0 for window in self.windows)
+        return len(self.windows) - self.windows.count(0)
 
     @property
     def tensor_degrees(self) -> tuple[int, ...]:

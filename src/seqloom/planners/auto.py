@@ -47,8 +47,10 @@ def plan_auto(
     """
 
     def one_stage() -> list[Plan]:
-        flex = plan_flex(lengths, cost, evaluations=evaluations, seed=seed)
-        return [flex, *adaptive_and_static(lengths, cost), plan_zones(lengths, cost)]
+        flex = best_of([plan_flex(lengths, cost, evaluations=evaluations, seed=seed)], cost)
+        zones = best_of([plan_zones(lengths, cost)], cost)
+        fastest = min(predicted_ns(plan, cost) for plan in (flex, zones))
+        return [flex, *adaptive_and_static(lengths, cost, fastest), zones]
 
     if stages > 1:
         known = [*known, plan_pipeline(lengths, cost, stages=stages)]

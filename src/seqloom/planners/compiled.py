@@ -1,8 +1,9 @@
-"""The loops of `planners.loops`, compiled where numba is installed.
+"""The loops of `planners.loops`, compiled by numba.
 
 The first process of an installation finds no machine code on disk. It does not wait for it: it starts a process that
 compiles, says so once on stderr, and plans with the plain loops, which give the same plans. Every process changes over
-as soon as the machine code is there. Where numba is missing, or finds no folder to write to, the loops stay plain.
+as soon as the machine code is there. Where numba is missing (the newest Python may be too new for it), or finds no
+folder to write to, the loops stay plain.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _call_each(compiled: Any) -> None:
         one, np.ones((1, 1, 1), np.int64), pair, one, one, pair, pair * 0, one, 1, 1, 1, 1, one * 0, one * 0
     )
     rounds, ranks = loops.DecodedRounds.empty(1, 1), loops.RankAssignment.empty(1, 1)
-    compiled.decode(tables, 9, loops.DecodeParams(one * 0, True, one * 0, -one, 9), rounds)
+    compiled.decode(tables, 9, loops.DecodeParams(one * 0, True, one * 0, -one, 9, True), rounds)
     compiled.assign_ranks(tables, rounds, 1, ranks)
     problem, loads = loops.DispatchProblem(one, pair, one, one, one, one), loops.PipelineLoads.empty(1)
     compiled.dispatch_longest_first(problem, one.copy(), loads)

@@ -49,6 +49,10 @@ REORDERED_BELOW = 64
 """Batches of fewer documents than this may change the order of placement."""
 LARGE_PROBLEM = 1 << 20
 """Ranks times documents from which on only the real shard groups are tried, with fewer limits per round."""
+BISECTIONS = 12
+"""Targets that one bisection tries."""
+HUGE_PROBLEM = 1 << 25
+"""Ranks times documents from which on a decoding tries few limits, and is tried few times."""
 
 
 def plan_flex(
@@ -85,9 +89,14 @@ def plan_flex(
     search = finish_searches(searches, bounds[index], evaluations, seed)
     assert search.best is not None
     rounds = placed_rounds(problems[index], *search.best)
-    if only is None:
+    if only is None and problem_size(problems[index].batch_tables) <= HUGE_PROBLEM:
         rounds = mix_checkpoints(problems[index], rounds, search.best_ns)
     return problems[index].plan(rounds, "flex")
+
+
+def problem_size(tables: BatchTables) -> int:
+    """Ranks times documents."""
+    return tables.ranks * len(tables.tokens)
 
 
 def searched_ns(problem: BatchProblem) -> int:
@@ -115,7 +124,7 @@ def start_searches(tables: BatchTables, bound: int) -> list[FlexSearch]:
         if searches and len(tables.tokens) >= REORDERED_BELOW and searches[0].best_ns - bound <= bound // NEAR_BOUND:
             break
         search = FlexSearch.over(tables, virtual)
-        search.bisect(bound, search.params, 12)
+        search.bisect(bound, search.params, BISECTIONS if problem_size(tables) <= HUGE_PROBLEM else 4)
         searches.append(search)
     return sorted(searches, key=lambda search: search.best_ns)
 
@@ -131,7 +140,7 @@ def virtual_shard_groups(tables: BatchTables) -> list[int]:
         if shard_group < degree < ranks <= SMALL_CLUSTER and degree % shard_group == 0 and ranks % degree == 0
         if degree % node == 0 or node % degree == 0
     ]
-    world = [ranks] if shard_group < ranks and ranks * len(tables.tokens) <= LARGE_PROBLEM else []
+    world = [ranks] if shard_group < ranks and problem_size(tables) <= LARGE_PROBLEM else []
     return [shard_group, *between, *world]
 
 
@@ -146,7 +155,8 @@ def finish_searches(searches: list[FlexSearch], bound: int, evaluations: int | N
 
 def default_evaluations(tables: BatchTables, shard_group: int) -> int:
     """Decodings spent on local search: many for small batches, where each is quick and each document counts."""
-    if shard_group < tables.ranks and tables.ranks * len(tables.tokens) > LARGE_PROBLEM:
+    size = problem_size(tables)
+    if size > HUGE_PROBLEM or (shard_group < tables.ranks and size > LARGE_PROBLEM):
         return 0  # there the bisection already ends where the search would
     total = 100_000 if shard_group == tables.ranks else 50_000
     return max(8, min(1_000, total // (len(tables.tokens) * len(tables.shape_degree))))
@@ -248,8 +258,10 @@ class FlexSearch:
         ]
         solo_ns = np.where(np.array(usable)[:, None], tables.solo_ns, NEVER)
         order = np.argsort(-tables.tokens, kind="stable")
-        growth = LIMIT_GROWTH * 2 if tables.ranks * n > LARGE_PROBLEM else LIMIT_GROWTH
-        params = DecodeParams(order, True, np.zeros(n, np.int64), np.full(n, -1, np.int64), growth)
+        size = problem_size(tables)
+        growth = LIMIT_GROWTH * (1 if size <= LARGE_PROBLEM else 2 if size <= HUGE_PROBLEM else 8)
+        none, own = np.zeros(n, np.int64), np.full(n, -1, np.int64)
+        params = DecodeParams(order, True, none, own, growth, size <= HUGE_PROBLEM)
         rounds = DecodedRounds.empty(n, tables.ranks // virtual)
         ranks = RankAssignment.empty(n, tables.ranks // real)
         return cls(tables._replace(shard_group=virtual, solo_ns=solo_ns), real, params, rounds, ranks)

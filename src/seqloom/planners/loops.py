@@ -316,6 +316,7 @@ class DecodeParams(NamedTuple):
     extra_degrees: np.ndarray  # int64[n]: degrees that a document is moved up beyond the smallest that meets the target
     limit_index: np.ndarray  # int64[m]: choice of the i-th filled round (cyclically); -1: the most efficient
     growth: int  # Growth from one time limit to the next, per cent
+    any_degree: bool  # Whether rounds are also tried with groups of each degree or more
 
 
 class DecodedRounds(NamedTuple):
@@ -486,7 +487,7 @@ def fill_shard_group(
         chosen = params.limit_index[filled % params.limit_index.shape[0]]
         if chosen < 0:
             chosen = best_limit(
-                t, budget, waiting, shortest, params.descending, limits[:count], joined, groups, rank_class
+                t, budget, waiting, shortest, params, limits[:count], joined, groups, rank_class
             )
         joined[:] = -1
         limit = limits[min(chosen % MAX_LIMITS, count - 1)]
@@ -552,7 +553,7 @@ def best_limit(
     budget: int,
     waiting: np.ndarray,
     shortest: int,
-    descending: bool,
+    params: DecodeParams,
     limits: np.ndarray,
     joined: np.ndarray,
     groups: OpenGroups,
@@ -566,14 +567,15 @@ def best_limit(
     useful = t.fixed.max() * 6 // 5 + 1  # less time than this left over is as good as lost
     last = limits.shape[0] - 1
     best, best_gain = last, -1.0
-    for index in range(last + np.searchsorted(t.degrees, t.shard_group, "right")):
+    tried = last + np.searchsorted(t.degrees, t.shard_group, "right") if params.any_degree else last + 1
+    for index in range(tried):
         chosen, least_degree = min(index, last), max(0, index - last)
         if t.shard_group % t.degrees[least_degree]:
             continue  # groups all of a size that does not tile the shard group leave ranks idle
         if index > last and t.block_class[least_degree] > 0:
             continue  # so do groups on slow blocks only
         opened, longest, value = fill_round(
-            t, limits[chosen], least_degree, waiting, shortest, descending, joined, groups, rank_class
+            t, limits[chosen], least_degree, waiting, shortest, params.descending, joined, groups, rank_class
         )
         spent = longest if budget - longest >= useful else budget
         gain = value / (max(spent, 1) * t.shard_group)

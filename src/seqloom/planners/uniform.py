@@ -18,6 +18,7 @@ from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.packing import best_fit_decreasing
 from seqloom.planners.problem import BatchProblem, GroupPlacement, PlacedRounds, fitting_problems
+from seqloom.planners.recompute import CHECKPOINTS
 
 
 class UniformAnswer(NamedTuple):
@@ -58,13 +59,30 @@ def plan_adaptive(lengths: np.ndarray, cost: CostModel) -> Plan:
     return _fastest(uniform_answers(problems, holding_degrees(problems, 1))).plan("adaptive")
 
 
-def adaptive_and_static(lengths: np.ndarray, cost: CostModel) -> list[Plan]:
-    """Plan a batch with ``adaptive`` and with ``static``, packing every degree once; one plan where both agree."""
+def adaptive_and_static(lengths: np.ndarray, cost: CostModel, beat: int | None = None) -> list[Plan]:
+    """Plan a batch with ``adaptive`` and with ``static``, packing every degree once; one plan where both agree.
+
+    Degrees that cannot take ``beat`` ns or less are left out; no plan where there is no other.
+    """
     problems = fitting_problems(lengths, cost)
-    answers = uniform_answers(problems, holding_degrees(problems, 1))
+    degrees = holding_degrees(problems, 1)
+    if beat is not None and not cost.speeds and not cost.model.moe_layers:
+        least = least_ns_of_degrees(problems[0].lengths, cost)
+        degrees = [degree for degree in degrees if least[degree] <= beat]
+    answers = uniform_answers(problems, degrees)
+    if not answers:
+        return []
     run_degrees = holding_degrees(problems, longest_of_run(cost))
-    adaptive, static = _fastest(answers), _fastest([answer for answer in answers if answer.degree in run_degrees])
-    return [adaptive.plan("adaptive"), *([] if static is adaptive else [static.plan("static")])]
+    adaptive, fixed = _fastest(answers), [answer for answer in answers if answer.degree in run_degrees]
+    others = [_fastest(fixed)] if fixed and _fastest(fixed) is not adaptive else []
+    return [adaptive.plan("adaptive"), *(other.plan("static") for other in others)]
+
+
+def least_ns_of_degrees(lengths: np.ndarray, cost: CostModel) -> dict[int, int]:
+    """ns that no step with groups of a degree beats, whatever recomputes: its least work, on all ranks alike."""
+    tables = cost.tables(lengths, min(cost.policies, key=lambda policy: CHECKPOINTS.index(policy.checkpoint)))
+    least = (tables.cost.sum(axis=2) * tables.degree // cost.ranks).max(axis=0)
+    return {degree: int(least[tables.degree == degree].min()) for degree in np.unique(tables.degree).tolist()}
 
 
 def fastest_static_degree(batches: Iterable[np.ndarray], cost: CostModel, longest: int | None = None) -> int:

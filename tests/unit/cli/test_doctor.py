@@ -9,8 +9,8 @@ from seqloom.errors import SeqloomError
 
 
 def _hide(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Let every optional package fail to import with this error."""
-    optional = {extra.package for extra in doctor.EXTRAS}
+    """Let numba and every optional package fail to import with this error."""
+    optional = {"numba", *(extra.package for extra in doctor.EXTRAS)}
     real = importlib.import_module
 
     def import_module(name: str, package: str | None = None):
@@ -26,15 +26,15 @@ def test_json_has_versions_extras_and_choices():
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert set(report) == {"versions", "extras", "gpus", "choices"}
-    assert set(report["extras"]) == {"fast", "exact", "data", "train", "gpu", "hf"}
+    assert set(report["extras"]) == {"exact", "data", "train", "gpu", "hf"}
     assert all(row["why"] for row in report["choices"].values())
 
 
-def test_without_extras_the_plain_path_is_chosen_and_the_way_out_is_named(monkeypatch):
+def test_without_numba_and_extras_the_plain_path_is_chosen_and_the_way_out_is_named(monkeypatch):
     _hide(monkeypatch, ModuleNotFoundError("No module"))
     choices = doctor.examine("8x8xH100")["choices"]
     assert choices["planner loops"]["choice"] == "plain"
-    assert "seqloom[fast]" in choices["planner loops"]["why"]
+    assert "pip install numba" in choices["planner loops"]["why"]
     assert choices["exact solver"]["choice"] is None
     assert "seqloom[exact]" in choices["exact solver"]["why"]
 
@@ -62,4 +62,4 @@ def test_text_names_every_extra():
 def test_text_names_the_extra_to_install(monkeypatch):
     _hide(monkeypatch, ModuleNotFoundError("hidden"))
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
-    assert "pip install 'seqloom[fast]'" in result.output and "pip install 'seqloom[exact]'" in result.output
+    assert "pip install numba" in result.output and "pip install 'seqloom[exact]'" in result.output

@@ -25,7 +25,7 @@ from seqloom.cost.communication import (
 )
 from seqloom.cost.shapes import BY_SPEED, STREAMS
 from seqloom.cost.speeds import RankSpeeds
-from seqloom.plan import Method, Remap
+from seqloom.plan import Method, Reduce, Remap
 from seqloom.planners.loops import NEVER
 
 EVERY_SIZE = 64
@@ -224,16 +224,33 @@ def shape_rates(cost: CostModel, policy: MemoryPolicy, scale: SpeedScale | None 
     """The rates of every shape, stream by stream the least over its placements; without a scale, of the profile."""
     scale = SpeedScale() if scale is None else scale
     found = []
+    for (shape, traffics), (token_ns, document_ns) in zip(
+        candidate_shapes(cost), _document_rates(cost, policy._replace(reduce=Reduce.STEP), scale), strict=True
+    ):
+        fixed = [
+            _streams(
+                cost.engine.fixed_ns(shape._replace(routed=each.proxies > 0), policy, each._replace(slices=1)),
+                shape.overlaps_kv,
+            )
+            for each in traffics
+        ]
+        found.append(ShapeRates(shape, token_ns, np.min(fixed, axis=0), document_ns))
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _document_rates(cost: CostModel, policy: MemoryPolicy, scale: SpeedScale) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Of every shape the ns per token and per document of `ShapeRates`; when gradients are reduced does not matter."""
+    found = []
     for shape, traffics in candidate_shapes(cost):
-        token, fixed, document = [], [], []
+        token, document = [], []
         for traffic in traffics:
             routed = shape._replace(routed=traffic.proxies > 0)
             each = scaled_parts(cost.engine.token_ns(routed, policy, traffic), scale, shape.degree)
             token.append(_streams(each, shape.overlaps_kv))
-            fixed.append(_streams(cost.engine.fixed_ns(routed, policy, traffic._replace(slices=1)), shape.overlaps_kv))
             each = scaled_parts(cost.engine.document_ns(routed, policy, traffic), scale, shape.degree)
             document.append(_streams(each, shape.overlaps_kv))
-        found.append(ShapeRates(shape, *(np.min(each, axis=0) for each in (token, fixed, document))))
+        found.append((np.min(token, axis=0), np.min(document, axis=0)))
     return tuple(found)
 
 
@@ -254,6 +271,7 @@ def _streams(parts: dict[str, float], overlaps: bool) -> list[float]:
     return [sum(parts.get(name, 0.0) for name in stream) for stream in names]
 
 
+@lru_cache(maxsize=8)
 def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraffic, ...]]]:
     """Rings and gathers of any size, with any Ulysses inside, each with traffics no worse than that of any placement.
 

@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -73,28 +73,47 @@ def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
     if no plan can hold them.
     """
     cost = cost.holding(lengths)
-    possible = {problem.policy.reduce for problem in fitting_problems(lengths, cost)}
-    return min(policies_bound(lengths, cost, [v for v in cost.policies if v.reduce == reduce]) for reduce in possible)
+    possible = sorted({problem.policy.reduce for problem in fitting_problems(lengths, cost)})
+    kinds = [_rising_bounds(lengths, cost, [v for v in cost.policies if v.reduce == reduce]) for reduce in possible]
+    lowest = [(0, kind) for kind in range(len(kinds))]  # what is proven so far of plans that reduce in each way
+    while True:
+        proven, kind = heapq.heappop(lowest)
+        more = next(kinds[kind], None)
+        if more is None:
+            return proven
+        heapq.heappush(lowest, (more, kind))
 
 
 def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> int:
     """The bound for plans whose rounds use any of these policies, which differ in checkpointing only."""
+    return max(_rising_bounds(lengths, cost, policies))
+
+
+def _rising_bounds(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> Iterator[int]:
+    """Bounds for these policies by one argument after another, none lower than the one before; the last is the best."""
     padded, count = np.unique(cost.padded_lengths(np.asarray(lengths, np.int64)), return_counts=True)
-    tokens = padded.astype(float)
+    tokens, overhead = padded.astype(float), min(cost.step_overhead_ns(v) for v in policies)
+
+    def with_overhead(best: float) -> int:
+        return int(best * (1 - PRECISION)) + overhead
+
+    yield with_overhead(0.0)
     pure = [price_documents(tokens, cost, policy) for policy in policies]
     prices = price_mixes(pure, cost, LAYER_PARTS)
-    options = [BatchOptions.of(prices, count, cost.ranks, cost.ranks, stream) for stream in _streams_of(prices)]
-    best = options[0].longest_ns
-    for stream in options:
-        best = max(best, throughput_bound(stream, best))
-        best = max(best, timeline_bound(stream, best))
+    options: list[BatchOptions] = []
+    best = 0.0
+    for stream in _streams_of(prices):
+        options.append(BatchOptions.of(prices, count, cost.ranks, cost.ranks, stream))
+        best = max(best, throughput_bound(options[-1], max(best, options[0].longest_ns)))
+        yield with_overhead(best)
+        best = max(best, timeline_bound(options[-1], best))
+        yield with_overhead(best)
     if cost.shard_group_size == cost.ranks:
-        best = max(best, lock_step_bound(options))
         if len(policies) > 1:
             best = max(best, mixture_bound(price_mixes(pure, cost, MIXTURE_LAYER_PARTS), count, cost.ranks, cost.ranks))
+        yield with_overhead(best := max(best, lock_step_bound(options)))
     if cost.speeds:
-        best = max(best, _weighted_bound(tokens, count, cost, policies, best))
-    return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in policies)
+        yield with_overhead(max(best, _weighted_bound(tokens, count, cost, policies, best)))
 
 
 def _streams_of(prices: Sequence[DegreePrices]) -> list[int]:
@@ -171,12 +190,31 @@ class DocumentOptions:
         """float64[O, m]: work of the options that finish in a step of this length; infinite for the others."""
         return np.where(self.finishes_within(step), self.work, np.inf)
 
-    def select(self, options: np.ndarray, lengths: np.ndarray) -> DocumentOptions:
-        """Some options (bool[O]) of some lengths (bool[m])."""
-        by_option = (self.degree, self.round_fixed, self.group_fixed)
-        by_both = (self.cost, self.movable, self.solo_ns, self.memory_share)
-        selected = [each[options] for each in by_option] + [each[options][:, lengths] for each in by_both]
-        return DocumentOptions(*selected, tokens=self.tokens[lengths], count=self.count[lengths])
+    @classmethod
+    def of(
+        cls, prices: Sequence[DegreePrices], rows: slice, lengths: np.ndarray, count: np.ndarray, stream: int
+    ) -> DocumentOptions:
+        """Some degrees of every priced policy, for some lengths (bool[n])."""
+
+        def stacked(values: Iterable[np.ndarray]) -> np.ndarray:
+            return np.concatenate([each[rows][:, lengths] for each in values])
+
+        return cls(
+            degree=np.concatenate([p.degree[rows] for p in prices])[:, None],
+            round_fixed=np.concatenate([np.full(len(p.degree[rows]), p.round_fixed[stream]) for p in prices])[:, None],
+            group_fixed=np.concatenate([p.group_fixed[stream][rows] for p in prices])[:, None],
+            cost=stacked(p.cost[stream] for p in prices),
+            movable=stacked(_movable(p, stream) for p in prices),
+            solo_ns=stacked(p.solo_ns for p in prices),
+            memory_share=stacked(p.tokens / (p.degree[:, None] * p.capacity) for p in prices),
+            tokens=prices[0].tokens[lengths],
+            count=count[lengths],
+        )
+
+
+def _movable(prices: DegreePrices, stream: int) -> np.ndarray:
+    """float64[D, n]: of the cost in this stream, what other ranks may take over."""
+    return prices.movable if stream < 2 else np.zeros_like(prices.movable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,29 +238,24 @@ class BatchOptions:
         Documents that are best on one rank in any case get no other option.
         """
         tokens = prices[0].tokens
-        solo_ns = np.concatenate([p.solo_ns for p in prices])
-        every = DocumentOptions(
-            degree=np.concatenate([p.degree for p in prices])[:, None],
-            round_fixed=np.concatenate([np.full(len(p.degree), p.round_fixed[stream]) for p in prices])[:, None],
-            group_fixed=np.concatenate([p.group_fixed[stream] for p in prices])[:, None],
-            cost=np.concatenate([p.cost[stream] for p in prices]),
-            movable=np.concatenate([p.movable if stream < 2 else np.zeros_like(p.movable) for p in prices]),
-            solo_ns=solo_ns,
-            memory_share=np.concatenate([tokens / (p.degree[:, None] * p.capacity) for p in prices]),
-            tokens=tokens,
-            count=count,
-        )
-        longest = float(solo_ns.min(axis=0).max())
-        token_ns = (every.work / tokens)[solo_ns < float(NEVER)].min()
-        if every.movable.any():
+        longest = float(np.min([p.solo_ns.min(axis=0) for p in prices], axis=0).max())
+        work = [p.degree[:, None] * p.cost[stream] for p in prices]
+        held = [np.where(p.solo_ns < float(NEVER), own, np.inf) for own, p in zip(work, prices, strict=True)]
+        least = np.min([each.min(axis=0) for each in held], axis=0)
+        token_ns = (least / tokens).min()
+        if any(_movable(p, stream).any() for p in prices):
             token_ns = min(token_ns, *(p.linear for p in prices))
-        mean = np.where(solo_ns < float(NEVER), every.work, np.inf).min(axis=0) @ count / pace
-        least_degree = every.degree[:, 0] == every.degree.min()
-        single = _best_on_one_rank(every, len(prices), longest, max(longest, float(mean)))
-        blocks = every.select(least_degree, single), every.select(np.ones_like(least_degree), ~single)
+        single = np.logical_and.reduce(
+            [
+                _best_on_one_rank(p, own, stream, longest, max(longest, float(least @ count / pace)))
+                for p, own in zip(prices, work, strict=True)
+            ]
+        )
+        every = DocumentOptions.of(prices, slice(None), ~single, count, stream)
+        blocks = DocumentOptions.of(prices, slice(1), single, count, stream), every
         return cls(
             blocks=tuple(block for block in blocks if len(block.tokens)),
-            round_fixed=float(every.round_fixed.min()),
+            round_fixed=min(float(p.round_fixed[stream]) for p in prices),
             token_ns=float(token_ns),
             capacity=max(p.capacity for p in prices),
             ranks=ranks,
@@ -249,18 +282,18 @@ class BatchOptions:
         return self.least(lambda block: block.work_within(step))
 
 
-def _best_on_one_rank(every: DocumentOptions, policies: int, longest: float, step: float) -> np.ndarray:
-    """bool[n]: lengths for which one rank (or tensor-parallel group) is best in every argument and policy.
+def _best_on_one_rank(
+    prices: DegreePrices, work: np.ndarray, stream: int, longest: float, step: float
+) -> np.ndarray:
+    """bool[n]: lengths for which one rank (or tensor-parallel group) is best in every argument under this policy.
 
-    It finishes in any step, does the least work, and every rounding ignores it in a step of this length.
+    It finishes in any step, does the least of float64[D, n] work, and every rounding ignores it in a step of this
+    length.
     """
-    single = np.ones(len(every.tokens), bool)
-    for rows in np.split(np.arange(len(every.degree)), policies):
-        first = rows[0]  # the least degree
-        small = every.cost[first] + every.round_fixed[first] * every.memory_share[first] < NEGLIGIBLE * step
-        single &= small & (every.memory_share[first] < NEGLIGIBLE) & (every.solo_ns[first] <= longest)
-        single &= every.work[first] <= every.work[rows].min(axis=0)
-    return single
+    memory_share = prices.tokens / (prices.degree[0] * prices.capacity)
+    part = prices.cost[stream][0] + prices.round_fixed[stream] * memory_share
+    small = (part < NEGLIGIBLE * step) & (memory_share < NEGLIGIBLE) & (prices.solo_ns[0] <= longest)
+    return small & (work[0] <= work.min(axis=0))
 
 
 # Dual feasible functions. All are superadditive: parts that sum to at most z sum to at most rounding(z) after rounding.
@@ -438,11 +471,19 @@ def lock_step_bound(streams: Sequence[BatchOptions]) -> float:
     one stream; many rounds gather parameters more often in another.
     """
     roundings = [best_rounding(stream, float(NEVER)) for stream in streams]
-    uncrowded = [_best_longest_round(stream, IDENTITY, None) for stream in streams]
     fixed = [stream.round_fixed for stream in streams]
     best = np.inf
     rounds = max(rounds_needed(stream) for stream in streams)
-    while max(rounds * each + net for each, net in zip(fixed, uncrowded, strict=True)) < best:
+
+    @cache
+    def uncrowded() -> list[float]:
+        return [_best_longest_round(stream, IDENTITY, None) for stream in streams]
+
+    def lasts(nets: Sequence[float]) -> float:
+        return max(rounds * each + net for each, net in zip(fixed, nets, strict=True))
+
+    work = [float(stream.least_work(float(NEVER)).sum()) / stream.pace for stream in streams]
+    while best == np.inf or (lasts(work) < best and lasts(uncrowded()) < best):
         crowded = [_best_longest_round(stream, r, rounds) for stream, r in zip(streams, roundings, strict=True)]
         best = min(best, max(rounds * each + net for each, net in zip(fixed, crowded, strict=True)))
         rounds += 1
@@ -458,13 +499,25 @@ def _best_longest_round(options: BatchOptions, rounding: Rounding, rounds: int |
     """
     times = np.unique(np.concatenate([block.solo_ns.ravel() for block in options.blocks]))
     times = times[(times >= options.longest_ns) & (times < float(NEVER))]
+    filled = [rank_rounds(block, rounding) for block in options.blocks]
+
+    @cache
+    def until(last: int) -> tuple[float, float, float]:
+        """Of documents that take times[last - 1] or less: least work, the densest of a round, and crowded rounds."""
+        within = [block.work_within(times[last - 1]) for block in options.blocks]
+        least = [each.min(axis=0) * block.count for each, block in zip(within, options.blocks, strict=True)]
+        work = np.concatenate(least)
+        crowded = 0.0 if rounds is None else _crowded_rounds(options, within, float(work.sum()), filled, rounds)
+        return float(work.sum()), _densest_round(options, work), crowded
+
     ranges = [(0, len(times))]  # the longest round ends at one of times[first:last]
     queue: list[tuple[float, int, int]] = []
     while True:
         for first, last in ranges:
-            bound = _long_round(options, times[last - 1], times[first] - options.round_fixed)
-            if rounds is not None:
-                bound = max(bound, _crowded_rounds(options, times[last - 1], rounding, rounds))
+            work, densest, crowded = until(last)
+            longest = times[first] - options.round_fixed
+            rest = work - min(options.pace * longest, densest)
+            bound = max(float(longest + max(0.0, rest) / options.pace), crowded)
             heapq.heappush(queue, (bound, first, last))
         bound, first, last = heapq.heappop(queue)
         if last - first == 1:
@@ -473,35 +526,37 @@ def _best_longest_round(options: BatchOptions, rounding: Rounding, rounds: int |
         ranges = [(first, middle), (middle, last)]
 
 
-def _long_round(options: BatchOptions, until: float, longest: float) -> float:
-    """Net time of all rounds if the longest takes ``longest`` or more and every document takes ``until`` or less.
+def _densest_round(options: BatchOptions, work: np.ndarray) -> float:
+    """The densest of this work, float64[n], that fits into one round's memory.
 
-    That round does at most ``ranks x longest`` of the work, and at most the densest work that fits into one round's
-    memory; the other rounds do the rest.
+    The longest round does at most that, and at most ``ranks x longest``; the other rounds do the rest.
     """
-    work = options.least_work(until)
     order = np.argsort(-work / options.tokens, kind="stable")  # fractional knapsack: the last document in part
     tokens = options.tokens[order]
     part = np.clip(1 - (np.cumsum(tokens) - options.ranks * options.capacity) / tokens, 0.0, 1.0)
-    densest = float((part * work[order]).sum())
-    rest = work.sum() - min(options.pace * longest, densest)
-    return longest + max(0.0, float(rest)) / options.pace
+    return float((part * work[order]).sum())
 
 
-def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rounds: int) -> float:
+def _crowded_rounds(
+    options: BatchOptions, within: Sequence[np.ndarray], least: float, filled: Sequence[np.ndarray], rounds: int
+) -> float:
     """Net time of this many rounds, each of which has only the memory of ``ranks`` ranks.
 
     Lagrangian relaxation: at any price of a rank's memory, work plus memory filled, less the memory there is, bounds
-    the work from below.
+    the work from below. ``within`` is the `DocumentOptions.work_within` of every block, with ``least`` its least sum;
+    ``filled`` are their `rank_rounds`.
     """
-    mean = float(options.least_work(until).sum()) / (options.ranks * rounds)
+    mean = least / (options.ranks * rounds)
     prices = np.concatenate([options.round_fixed * 2.0 ** np.arange(4), mean * 2.0 ** np.arange(-4, 3)])
-    terms = [(each.work_within(until), rank_rounds(each, rounding), each.count) for each in options.blocks]
-    bound = 0.0
-    for price in prices:
-        priced = sum(float((work + price * filled).min(axis=0) @ count) for work, filled, count in terms)
-        bound = max(bound, priced - price * options.ranks * rounds)
-    return bound / options.pace
+    priced = np.empty(len(prices))
+    scratch = [np.empty_like(each) for each in filled]  # to allocate it for every price takes longer than to fill it
+    for row, price in enumerate(prices):
+        priced[row] = -price * options.ranks * rounds
+        for block, work, part, own in zip(options.blocks, within, filled, scratch, strict=True):
+            np.multiply(part, price, out=own)
+            np.add(own, work, out=own)
+            priced[row] += float(own.min(axis=0) @ block.count)
+    return max(0.0, float(priced.max())) / options.pace
 
 
 # Mixture: under full sharding a plan has so many rounds of each policy, and a round of a fast policy saves at most so

@@ -23,6 +23,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.cost.plan_cost import finish_round, join_shard_groups
 from seqloom.cost.speeds import RankSpeeds
+from seqloom.plan.limits import mixed_capacity
 from seqloom.planners.loops import NEVER
 
 PROBE = 1 << 16
@@ -48,6 +49,7 @@ class SingleRankPrices:
     lengths: np.ndarray
     cost: CostModel
     policy: MemoryPolicy
+    lighter_layers: int = 0  # Layers that recompute less than the policy says
 
     @property
     def slowness(self) -> float:
@@ -57,7 +59,27 @@ class SingleRankPrices:
     @cached_property
     def tables(self) -> CostTables:
         """The documents on one rank of average speed, whether it holds them or not."""
-        return self.cost.tables(self.lengths, self.policy, (GroupShape(self.cost.tensor, 1),), self.slowness)
+        return self.priced(self.lengths, (GroupShape(self.cost.tensor, 1),), self.slowness)
+
+    def priced(
+        self, lengths: np.ndarray, shapes: Sequence[GroupShape] | None = None, slowness: float = 1.0
+    ) -> CostTables:
+        """Documents of these lengths in all shapes or these, on ranks so slow."""
+        heavy = self.cost.tables(lengths, self.policy, shapes, slowness)
+        if not self.lighter_layers:
+            return heavy
+        policy, layers = self.policy._replace(checkpoint=self.policy.checkpoint.lighter), self.cost.model.layers
+        light, share = self.cost.tables(lengths, policy, shapes, slowness), self.lighter_layers / layers
+
+        def between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return np.rint(a + (b - a) * share).astype(np.int64)
+
+        return replace(
+            heavy,
+            cost=between(heavy.cost, light.cost),
+            fixed=between(heavy.fixed, light.fixed),
+            capacity=mixed_capacity(heavy.capacity, light.capacity, self.lighter_layers, layers),
+        )
 
     @property
     def ranks(self) -> int:
@@ -100,6 +122,7 @@ class ZonePrices:
     cost: CostModel
     policy: MemoryPolicy
     ranks: int
+    lighter_layers: int  # see `SingleRankPrices`
     speeds: RankSpeeds
     node_size: int  # Ranks of a node
     shard_group_size: int  # Ranks of a shard group
@@ -130,7 +153,7 @@ class ZonePrices:
         if not single.speeds:
             return own
         one = (GroupShape(cost.tensor, 1),)
-        of_class = (cost.tables(single.lengths, single.policy, one, each) for each in single.speeds.classes)
+        of_class = (single.priced(single.lengths, one, each) for each in single.speeds.classes)
         both = zip(of_class, single.speeds.classes, strict=True)
         return replace(own, classes=tuple(cls._at(single, order, long, each, slowness) for each, slowness in both))
 
@@ -141,7 +164,7 @@ class ZonePrices:
         """Price a batch, and these documents in every shape, on ranks so slow; `tables` are of one such rank."""
         cost, policy, whole, capacity = single.cost, single.policy, tables.cost[0, 0], tables.capacity
         tensor, one = cost.tensor, GroupShape(cost.tensor, 1)
-        cut = cost.tables(single.lengths[long], policy, slowness=slowness)
+        cut = single.priced(single.lengths[long], slowness=slowness)
         fits = cut.tokens[None, :] <= cut.degree[:, None] * capacity
         fixed = int(tables.fixed[0, 0])
         probe = cost.document_ns(cost.padded_lengths(np.array([PROBE])), [(one, cost.aligned_traffic(one))], policy)
@@ -152,6 +175,7 @@ class ZonePrices:
             cost=cost,
             policy=policy,
             ranks=single.ranks,
+            lighter_layers=single.lighter_layers,
             speeds=single.speeds,
             node_size=cost.node_size // tensor,
             shard_group_size=cost.shard_group_size // tensor,

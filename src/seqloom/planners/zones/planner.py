@@ -6,15 +6,17 @@ degree of one document at a time is changed, and the filling that is done first 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.describe import Batch
-from seqloom.plan import Group, Plan, StageMicroBatch
+from seqloom.plan import Checkpoint, Group, Plan, StageMicroBatch
+from seqloom.plan.limits import mixed_capacity
 from seqloom.planners.loops import NEVER
 from seqloom.planners.packing import least_loaded
 from seqloom.planners.problem import (
@@ -22,7 +24,7 @@ from seqloom.planners.problem import (
     build_plan,
     whole_documents,
 )
-from seqloom.planners.recompute import checkpoint_capacities, fastest_checkpoint
+from seqloom.planners.recompute import checkpoint_capacities, fastest_checkpoint, with_layer_choices
 from seqloom.planners.remap import with_remapping
 from seqloom.planners.zones.fill import (
     FillTarget,
@@ -61,6 +63,8 @@ MAX_COMBINATIONS = 100
 """Up to so many combinations of degrees, all are tried."""
 SLOW_RANKS = 2
 """Slowest ranks whose documents are tried in other degrees."""
+MAX_MIXTURES = 3
+"""Numbers of lighter layers and rounds that are filled, at most."""
 SLACKS = (2, 0, 5, 10)
 """How far targets are above the time at which all ranks would end together, per cent."""
 
@@ -104,8 +108,61 @@ def plan_zones(
                     answer = fill_rounds(prices, split(prices, rounds), fillings)
                     best = answer if best is None or answer.ns < best.ns else best
     assert best is not None
-    plan = plan_of(best.prices, best.rounds, array)
-    return plan if quick else with_remapping(plan, cost)
+    plans = [plan_of(best.prices, best.rounds, array)]
+    if mixes := mixtures(holding)[: 1 if quick else MAX_MIXTURES]:
+        mixed = fill_mixtures(mixes, fillings, cost.plan_ns(with_layer_choices(plans[0], cost)))
+        plans += [] if mixed is None else [plan_of(mixed.prices, mixed.rounds, array)]
+    if quick:
+        return plans[-1]
+    plans = [with_remapping(plan, cost) for plan in plans]
+    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: cost.plan_ns(with_layer_choices(plan, cost)))
+
+
+Mixture = tuple[SingleRankPrices, int]
+"""Prices with so many lighter layers, and the rounds that they are for."""
+
+
+def fill_mixtures(mixes: Sequence[Mixture], fillings: int, best_ns: int) -> FilledRounds | None:
+    """Fill fewer rounds than a checkpoint needs, some of whose layers recompute more; None if none beats ``best_ns``.
+
+    Rounds that only just hold their documents even their tokens out, and not their times; rounds of the heavier
+    checkpoint alone fill one rank much more than another, which that rank pays for in layers that recompute. So as many
+    layers recompute more as leave the usual room to place documents, or twice as much.
+    """
+    best: FilledRounds | None = None
+    for single, rounds in mixes:
+        if _may_win(single.least_ns(rounds), best_ns):
+            prices = ZonePrices.of(single)
+            answer = fill_rounds(prices, split_sorted(prices, rounds), fillings)
+            best, best_ns = (answer, answer.ns) if answer.ns < best_ns else (best, best_ns)
+    return best
+
+
+def mixtures(holding: Sequence[SingleRankPrices]) -> list[Mixture]:
+    """Mixtures of all pairs of checkpoints, the most promising first."""
+    of_policy, mixes = {single.policy: single for single in holding}, []
+    for heavy in holding:
+        light = of_policy.get(heavy.policy._replace(checkpoint=heavy.policy.checkpoint.lighter or Checkpoint.NONE))
+        if light is None or light is heavy or heavy.cost.counts_offload:
+            continue
+        layers = heavy.cost.model.layers
+        tokens = int(heavy.tables.tokens.sum())
+        for rounds in range(roomy_rounds(heavy), roomy_rounds(light)):
+            for spare in (SPARE, SPARE // 2):
+                most = tokens * spare // ((spare - 1) * rounds * heavy.cost.ranks) + 1  # tokens of a rank
+                capacities = heavy.tables.capacity, light.tables.capacity
+                lighter = bisect_left(
+                    range(layers), True, key=lambda n: mixed_capacity(*capacities, n + 1, layers) < most
+                )
+                if 0 < lighter < layers:
+                    mixes.append((replace(heavy, lighter_layers=lighter), rounds))
+    return sorted(mixes, key=lambda mix: mix[0].least_ns(mix[1]))
+
+
+def roomy_rounds(single: SingleRankPrices) -> int:
+    """As few rounds as leave room to place documents, which is filled quickly."""
+    tokens, capacity = int(single.tables.tokens.sum()), single.tables.capacity * single.cost.ranks
+    return max(1, -(-tokens * SPARE // (capacity * (SPARE - 1))))
 
 
 def _may_win(least_ns: int, best_ns: int) -> bool:
@@ -114,9 +171,8 @@ def _may_win(least_ns: int, best_ns: int) -> bool:
 
 
 def round_counts(single: SingleRankPrices, quick: bool) -> list[int]:
-    """Numbers of rounds to try: as few as leave room to place documents, which is filled quickly; and those around."""
-    tokens, capacity = int(single.tables.tokens.sum()), single.tables.capacity * single.cost.ranks
-    roomy = max(1, -(-tokens * SPARE // (capacity * (SPARE - 1))))
+    """Numbers of rounds to try: as few as leave room to place documents; and those around."""
+    roomy = roomy_rounds(single)
     return [roomy] if quick else sorted({single.min_rounds, single.min_rounds + 1, roomy})
 
 
@@ -237,7 +293,7 @@ class FillSearch:
 
     def targets(self) -> Iterator[FillTarget]:
         """First what the average asks for; then, knowing how long ranks wait, what could gain from that."""
-        yield self._target(0, 100)
+        yield self._target(0, LIMITS[0] if self.prices.lighter_layers else 100)
         tokens, capacity = int(self.prices.tokens[self.documents].sum()), self.prices.capacity * len(self.begin)
         if self.break_even > MUCH and tokens * 100 < capacity * TIGHT:
             yield self._target(0, 100)
