@@ -1,0 +1,35 @@
+"""The papers' tables: the arithmetic of their rows, and that each reads the committed result of its script."""
+
+import pytest
+from paper_tables import TABLES, Figure, seq1f1b, zeppelin
+
+
+def test_the_difference_is_relative_and_needs_both_figures():
+    assert Figure("", 2.0, 3.0).difference == 0.5 and Figure("", 4.0, 3.0).difference == -0.25
+    assert Figure("", None, 3.0).difference is None and Figure("", 2.0).difference is None
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_committed_result_has_published_simulated_and_ours(name):
+    table = TABLES[name]
+    figures = list(table.read(table.result(committed=True)["figures"]))
+    assert len({each.what for each in figures}) == len(figures) > 2
+    assert any(None not in each for each in figures)
+    for each in figures:
+        assert all(value is None or value > 0 for value in each[1:])
+
+
+def test_published_cells_are_beside_the_same_order_and_unit():
+    row = {"tokens_s": 110.0, "peak_gib": 30.0, "published_tokens_s": 100, "published_gb": 40.0}
+    ours = {"tokens_s": 120.0, "peak_gib": 50.0}
+    cell = {"model": "7B", "context": 32768, "micro_batches": 8, "orders": {"1F1B": row, "ZB": ours, "ours": ours}}
+    found = {each.what: each[1:] for each in seq1f1b({"cells": [cell]})}
+    assert found == {"7B 32K x 8, 1F1B, tokens/s": (100, 110.0, 120.0), "7B 32K x 8, 1F1B, GB": (40.0, 30.0, 50.0)}
+
+
+def test_ours_is_the_mean_of_the_cells_that_the_published_figure_covers():
+    seconds = [{"te-cp": 6.0, "auto": 2.0}, {"te-cp": 10.0, "auto": 2.0}]
+    cells = [{"cluster": "A", "gpus": gpus, "seconds": each} for gpus, each in zip((16, 32), seconds, strict=True)]
+    rows = {name: {"published": 2.8, "found": 5.0} for name in ("all cells", "16 GPUs", "routing")}
+    found = zeppelin({"clusters": {"A": "A800"}, "cells": cells, "validation": rows})
+    assert [(each.what, each.ours) for each in found] == [("all cells", 4.0), ("16 GPUs", 3.0), ("routing", None)]
