@@ -101,8 +101,18 @@ def seq1f1b(found: Figures) -> Iterator[Figure]:
 
 
 def hbp(found: Figures) -> Iterator[Figure]:
+    from hbp_cells import EVENNESS, FLEXSP_GAIN
+
     for row in found["cells"]:
         yield Figure(f"{row['model']} on {row['gpus']}", row["published"], row["simulated"], row["ours"])
+    first = found["cells"][0]
+    yield Figure(
+        "the first, FlexSP", FLEXSP_GAIN, first["seconds"]["plain"] / first["seconds"]["flexsp"], first["ours"]
+    )
+    even = first["evenness"]
+    for side, shares in EVENNESS.items():
+        for name, share in shares.items():
+            yield Figure(f"the first, {side}: {name.upper()}", share, even[side][name], even["flex"][name])
 
 
 def zeppelin(found: Figures) -> Iterator[Figure]:
@@ -146,6 +156,6 @@ TABLES = {
     "hydraulis": Table("bench_hydraulis", "Hydraulis, beside a replay of its constants, 32B", hydraulis, 0.10),
     "usp": Table("bench_usp", "USP, 44 layouts on 8 and 16 A800", usp, 0.20),
     "seq1f1b": Table("bench_seq1f1b", "Seq1F1B, throughput and memory of 18 settings", seq1f1b, 0.20),
-    "hbp": Table("bench_hbp", "HBP, times as fast as plain packing, five models", hbp, 0.10),
+    "hbp": Table("bench_hbp", "HBP, times as fast as plain packing; evenness", hbp, 0.10),
     "zeppelin": Table("bench_zeppelin", "Zeppelin, times as fast as TE CP: average, ablation", zeppelin, 0.20),
 }
