@@ -93,7 +93,7 @@ def seq1f1b(found: Figures) -> Iterator[Figure]:
     units = {"tokens/s": ("published_tokens_s", "tokens_s"), "GB": ("published_gb", "peak_gib")}
     for cell in found["cells"]:
         where = f"{cell['model']} {cell['context'] // K}K x {cell['micro_batches']}"
-        ours = cell["orders"]["ours"]
+        ours = cell["orders"]["ours, memory of Seq1F1B"]
         for order, row in cell["orders"].items():
             for unit, (published, simulated) in units.items():
                 if row.get(published):

@@ -22,7 +22,7 @@ def test_a_committed_result_has_published_simulated_and_ours(name):
 def test_published_cells_are_beside_the_same_order_and_unit():
     row = {"tokens_s": 110.0, "peak_gib": 30.0, "published_tokens_s": 100, "published_gb": 40.0}
     ours = {"tokens_s": 120.0, "peak_gib": 50.0}
-    cell = {"model": "7B", "context": 32768, "micro_batches": 8, "orders": {"1F1B": row, "ZB": ours, "ours": ours}}
+    cell = {"model": "7B", "context": 32768, "micro_batches": 8, "orders": {"1F1B": row, "ours, memory of Seq1F1B": ours}}
     found = {each.what: each[1:] for each in seq1f1b({"cells": [cell]})}
     assert found == {"7B 32K x 8, 1F1B, tokens/s": (100, 110.0, 120.0), "7B 32K x 8, 1F1B, GB": (40.0, 30.0, 50.0)}
 
