@@ -37,7 +37,7 @@ def state_rows(model: str) -> list[Row]:
     """GiB of parameters, gradients and optimiser per GPU under every way to divide them."""
     priced = {name: cost_model(f"1x{GPUS}xA800", model, sharding=name, budget_gib=4096) for name in ("none", "free")}
     priced["full"] = cost_model(f"1x{GPUS}xA800", model, sharding="full")
-    whole = PARAMETER_BYTES * priced["full"].memory.parameters / GIB
+    whole = PARAMETER_BYTES * priced["full"].model.parameters() / GIB
     return [
         Row("DP: P + G + 6P, GiB", 8 * whole, state_gib(priced["none"])),
         Row("ZeRO-1: P + G + 6P/N, GiB", (2 + 6 / GPUS) * whole, state_gib(priced["free"])),

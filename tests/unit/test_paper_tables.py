@@ -54,9 +54,9 @@ def test_tokens_that_buckets_of_equal_width_add():
 def test_state_and_traffic_are_the_published_formulas_but_for_what_the_head_says():
     from bench_usp_costs import GIB, state_rows, traffic_rows
 
-    from seqloom.api import cost_model
+    from seqloom.describe import ModelSpec
 
-    parameters = cost_model("1x8xA800", "llama-7b").memory.parameters
+    parameters = ModelSpec.load("llama-7b").parameters()
     plain, zero_1, zero_3, tensor = state_rows("llama-7b")
     assert plain.published * GIB == 16 * parameters and plain.simulated * GIB == 18 * parameters
     assert zero_1.published * GIB == 5.5 * parameters and zero_1.simulated > zero_1.published
