@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from common import Check, K, options, progress, show, show_checks
-from hydraulis_constants import GPUS, NODE, exposed_ns, moved_ns, published_model
+from hydraulis_constants import GPUS, NODE, REPLAYED, exposed_ns, moved_ns, published_model
 from record import write
 
 from seqloom.describe import lengths_from
@@ -34,7 +34,7 @@ from seqloom.planners.packing import first_fit
 
 TOKENS = 200_000
 SHOWN = ("s", "hidden_s", "choose_ms", "choose_ms_most")
-TARGETS = {32 * K: 5.11, 16 * K: 4.63}  # seconds, the replay's last rung
+TARGETS = {context: list(rungs.values())[-1] for context, rungs in REPLAYED.items()}  # seconds
 COSTS = published_model("32b").costs()
 PUBLISHED = ("16x1x4", "16x1x1 8x3x2", "16x1x1 8x1x6", "16x1x1 4x1x12", "8x3x1 4x1x10", "8x1x1 4x1x14", "4x2x8")
 

@@ -13,10 +13,8 @@ from typing import Any
 
 from common import options, progress, show_checks
 from record import write
-from zeppelin_cells import CLUSTERS, DATA, GPUS, MODELS, TOKENS, Cell, own_ablation, published_ablation, steps
+from zeppelin_cells import CLUSTERS, DATA, GPUS, MODELS, RIVALS, TOKENS, Cell, own_ablation, published_ablation, steps
 from zeppelin_report import checks_of, own_ablation_of, show_tables, validation
-
-from seqloom.planners import RIVALS
 
 
 def row(cell: Cell, count: int, seed: int) -> dict[str, Any]:

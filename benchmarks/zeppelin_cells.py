@@ -30,7 +30,7 @@ from seqloom.cost import CostModel, GroupShape, communication
 from seqloom.cost.shapes import ordered, useful_shapes
 from seqloom.describe import sample
 from seqloom.plan import Plan, Round
-from seqloom.planners import RIVALS, make_plan, plan_batches
+from seqloom.planners import make_plan, plan_batches
 from seqloom.planners.published.rivals import plan_te_cp
 from seqloom.planners.published.zeppelin import plan_zeppelin
 from seqloom.simulate import simulate
@@ -41,6 +41,7 @@ DATA = {"ArXiv": "arxiv", "GitHub": "github", "ProLong": "prolong-64k"}
 GPUS = (16, 32, 64, 128)
 TOKENS = 4096
 """Of a step, per GPU."""
+RIVALS = ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
 OURS = ("flex", "zones", "auto")
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 from common import Check, show
-from zeppelin_cells import CLUSTERS, GPUS, OURS
-
-from seqloom.planners import RIVALS
+from zeppelin_cells import CLUSTERS, GPUS, OURS, RIVALS
 
 Row = dict[str, Any]
 AVERAGE = 2.80

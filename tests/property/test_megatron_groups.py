@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.integrations.megatron import _by_rank, _Group, _legal, _Prices, dynamic_cp_groups, packed_sequences
-from seqloom.planners.published.rivals import group_sizes, micro_batches
+from seqloom.planners.published.megatron import group_sizes, micro_batches
 
 CAP = 2_048
 COSTS = {ranks: cost_model(f"1x{ranks}xH100", "qwen3-1.7b", sharding="none") for ranks in (1, 4, 6, 8)}

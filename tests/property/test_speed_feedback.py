@@ -4,26 +4,16 @@ import json
 
 import numpy as np
 import pytest
+from bench_slow_rank import busy_times, trained, won_back
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel
-from seqloom.cost.feedback import NO_CHANGE, FactorCosts, Factors, Feedback, Measurement
+from seqloom.cost.feedback import NO_CHANGE, FactorCosts, Factors, Feedback
 from seqloom.cost.speeds import BusyTime, RankSpeeds, SpeedFeedback
-from seqloom.describe import MODELS, SAMPLERS, Cluster
+from seqloom.describe import MODELS, Cluster
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
-from seqloom.simulate import simulate
-
-AHEAD = 4
-"""Steps that are planned before the first of them is run."""
-
-
-def busy_times(slowness, random, noise):
-    """Times of ranks whose tokens differ, by this slowness."""
-    tokens = random.integers(2_000, 8_000, len(slowness))
-    noises = np.exp(noise * random.normal(size=len(slowness)))
-    return [BusyTime(s * t * 1e-6 * n, t) for s, t, n in zip(slowness, tokens, noises, strict=True)]
 
 
 @given(st.integers(2, 12), st.integers(0, 1_000), st.floats(0, 0.03), st.floats(0.3, 30))
@@ -66,36 +56,16 @@ def test_ranks_with_few_tokens_or_none_do_not_count():
         feedback.observe([BusyTime(1.0, 1)] * 3)
 
 
-def trained(cost, true, steps, seed, feedback):
-    """Steps' times by the true speeds: plans are made ahead by what has been learned, as in a run. With and without."""
-    random, sampler = np.random.default_rng(seed), SAMPLERS.lookup("wikipedia")
-    batches = [sampler.sample(64, seed=seed * 1_000 + step, max_length=32_768) for step in range(steps)]
-    costs, plans, times = FactorCosts(cost), [], []
-    for step, lengths in enumerate(batches):
-        for later in range(len(plans), min(step + AHEAD + 1, steps)):
-            costs = costs.with_factors(feedback.factors, feedback.speeds.values)
-            plans.append((costs, make_plan("auto", batches[later], costs.cost)))
-        made, plan = plans[step]
-        measured = simulate(plan, true).step_ns * (1 + 0.01 * random.normal())
-        derivatives = made.derivatives(plan, lambda p, c: c.plan_ns(p))
-        own = Measurement.of(made.factors, derivatives, made.cost.plan_ns(plan), measured)
-        feedback.observe(own, busy_times(true.speeds.slowness, random, 0.01))
-        unaware = make_plan("auto", lengths, cost)
-        times.append((cost.plan_ns(unaware), true.plan_ns(plan), true.plan_ns(unaware)))
-    return np.array(times, dtype=float)
-
-
 @pytest.mark.parametrize("sharding", ["full", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_what_a_slow_rank_costs_is_won_back_within_twenty_steps(sharding):
     """The target: a rank of eight slower by 30 %, steps measured by the simulator with true speeds: 80 % is won."""
     cost = CostModel(Cluster.parse("8xH200"), MODELS.lookup("qwen3-4b"), sharding=sharding)
     true = cost.with_speeds([1, 1, 1, 1, 1, 0.7, 1, 1])
     feedback = Feedback(cost)
-    even, own, unaware = trained(cost, true, 24, 0, feedback).T
+    found = trained(cost, true, 24, 0, feedback)
     assert feedback.speeds.values == pytest.approx([1, 1, 1, 1, 1, 0.7, 1, 1], abs=0.02)
-    late = slice(20, None)
-    lost, won = (unaware - even)[late].sum(), (unaware - own)[late].sum()
-    assert won > 0.8 * lost > 0.15 * even[late].sum()
+    assert found["unaware_ns"][20:].sum() > 1.18 * found["even_ns"][20:].sum()
+    assert won_back(found, 20) > 0.8
 
 
 @settings(max_examples=6)

@@ -23,6 +23,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
+from seqloom.planners.packing import largest_differencing
 
 Work = Callable[[Sequence[int]], Sequence[int]]
 """What sequences of these lengths cost, non-negative integers: ns, or any unit."""
@@ -206,32 +207,6 @@ def _balanced(weights: Sequence[int], parts: int, equal_size: bool) -> Parts:
         found.append(_longest_first(weights, parts))
     found = [_exchange(_without_empty(each, weights), weights, equal_size=equal_size) for each in found]
     return min(found, key=lambda each: max(_loads(each, weights)))
-
-
-def largest_differencing(weights: Sequence[int], parts: int, *, equal_size: bool = False) -> Parts:
-    """Return parts by the largest differencing method of Karmarkar and Karp, heaviest first.
-
-    The two partial solutions whose parts differ most are joined, the heaviest of one with the lightest of the other,
-    until one is left. For parts of equal size the first solutions have a sequence in every part.
-    """
-    order = sorted(range(len(weights)), key=lambda i: (weights[i], i))
-    size = parts if equal_size else 1
-    heap = []
-    for number, first in enumerate(range(0, len(order), size)):
-        members = order[first : first + size]
-        sums = sorted(((weights[i], [i]) for i in members), reverse=True)
-        solution = sums + [(0, [])] * (parts - len(sums))
-        heap.append((solution[-1][0] - solution[0][0], number, solution))
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        joined = [(a + b, first + second) for (a, first), (b, second) in zip(one, reversed(other), strict=True)]
-        joined.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
-        number += 1
-    return [members for _, members in heap[0][2]]
 
 
 def _longest_first(weights: Sequence[int], parts: int) -> Parts:

@@ -25,7 +25,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, GroupShape
 from seqloom.errors import SeqloomError
-from seqloom.planners.published.rivals import group_sizes, least_size, micro_batches
+from seqloom.planners.published.megatron import group_sizes, least_size, micro_batches
 
 LIMITS, LIMITS_RATIO = 12, 0.8
 """Time limits that are tried for groups, and the ratio of each to the one before."""

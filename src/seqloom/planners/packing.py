@@ -4,10 +4,12 @@ next_fit               in order of arrival; a new bin where the next document do
 first_fit              in the order given; the first bin with room
 best_fit_decreasing    longest first; the fullest bin with room
 least_loaded           in the order given; the bin with the least work (longest processing time first, LPT)
+largest_differencing   no capacity; joins partial solutions that differ most (Karmarkar and Karp)
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -66,3 +68,29 @@ def least_loaded(
     """
     chosen = np.empty(len(sizes), dtype=np.int64)
     return None if kernels().least_loaded(sizes, work, capacity, bins, overflow, chosen) < 0 else chosen
+
+
+def largest_differencing(weights: Sequence[int], parts: int, *, equal_size: bool = False) -> list[list[int]]:
+    """Return parts by the largest differencing method of Karmarkar and Karp, heaviest first.
+
+    The two partial solutions whose parts differ most are joined, the heaviest of one with the lightest of the other,
+    until one is left. For parts of equal size the first solutions have a sequence in every part.
+    """
+    order = sorted(range(len(weights)), key=lambda i: (weights[i], i))
+    size = parts if equal_size else 1
+    heap = []
+    for number, first in enumerate(range(0, len(order), size)):
+        members = order[first : first + size]
+        sums = sorted(((weights[i], [i]) for i in members), reverse=True)
+        solution = sums + [(0, [])] * (parts - len(sums))
+        heap.append((solution[-1][0] - solution[0][0], number, solution))
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        joined = [(a + b, first + second) for (a, first), (b, second) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda part: (-part[0], part[1]))
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
+        number += 1
+    return [members for _, members in heap[0][2]]

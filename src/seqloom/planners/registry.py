@@ -132,9 +132,33 @@ _TABLE = (
     ),
     PlannerSpec(
         "megatron",
-        "planners.published.rivals:plan_megatron",
+        "planners.published.megatron:plan_megatron",
         rival=True,
         claim=PublishedClaim(remark="published 1.21x to 1.50x over static packing, on an unnamed model and cluster"),
+    ),
+    PlannerSpec(
+        "megatron-hybrid",
+        "planners.published.megatron:plan_megatron_hybrid",
+        rival=True,
+        claim=PublishedClaim(remark="no speed-up of its own was published"),
+    ),
+    PlannerSpec(
+        "wlb-llm",
+        "planners.published.balanced:plan_wlb_llm",
+        rival=True,
+        claim=PublishedClaim(remark="published 1.23x over packs of equal length, with pipelines and delayed outliers"),
+    ),
+    PlannerSpec(
+        "skrull",
+        "planners.published.balanced:plan_skrull",
+        rival=True,
+        claim=PublishedClaim(remark="published 3.76x over DeepSpeed, mean, without its settings"),
+    ),
+    PlannerSpec(
+        "verl",
+        "planners.published.balanced:plan_verl",
+        rival=True,
+        claim=PublishedClaim(remark="no speed-up of its own was published"),
     ),
     PlannerSpec(
         "zeppelin",

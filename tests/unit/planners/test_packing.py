@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from seqloom.planners.packing import best_fit_decreasing, first_fit, least_loaded, next_fit
+from seqloom.planners.packing import best_fit_decreasing, first_fit, largest_differencing, least_loaded, next_fit
 
 
 def test_next_fit_opens_a_bin_where_the_last_is_full():
@@ -53,3 +53,11 @@ def test_least_loaded_is_its_definition(seed):
     overflowing = least_loaded(sizes, work, bins, capacity, overflow=True)
     assert overflowing is not None
     assert np.bincount(overflowing, weights=sizes, minlength=bins).tolist() == held
+
+
+def test_largest_differencing_of_the_textbook():
+    """8 - 7, 6 - 5, then 4 - 1, 3 - 1: the parts differ by 2, though 8 + 7 = 6 + 5 + 4."""
+    weights = [8, 7, 6, 5, 4]
+    parts = largest_differencing(weights, 2)
+    assert [sum(weights[k] for k in part) for part in parts] == [16, 14]
+    assert sorted(map(len, largest_differencing([*weights, 1], 3, equal_size=True))) == [2, 2, 2]

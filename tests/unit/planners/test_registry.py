@@ -44,7 +44,8 @@ def test_other_options_are_refused(name):
 
 def test_every_row_of_the_table_loads():
     assert all(callable(spec.load()) and spec.name == name for name, spec in PLANNERS.items())
-    assert RIVALS == ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
+    dynamic = ("hybrid-dp", "megatron", "megatron-hybrid")
+    assert list(RIVALS) == ["te-cp", "llama-cp", *dynamic, "wlb-llm", "skrull", "verl", "zeppelin"]
 
 
 def test_the_former_name_is_refused_with_the_new_one():

@@ -37,9 +37,10 @@ def plan_zeppelin(lengths: np.ndarray, cost: CostModel, *, routing: bool = True,
     """
     node = cost.node_size
 
-    def published(tokens: np.ndarray, capacity: int) -> Rounds:
+    def published(tokens: np.ndarray, capacity: int) -> list[Rounds]:
         nodes = Nodes(cost.ranks // node, node, capacity)
-        return [list(map(routed, partition(tokens, pack, nodes))) for pack in next_fit(tokens, cost.ranks * capacity)]
+        packs = next_fit(tokens, cost.ranks * capacity)
+        return [[list(map(routed, partition(tokens, pack, nodes))) for pack in packs]]
 
     def routed(group: RivalGroup) -> RivalGroup:
         return group._replace(routed=routing and min(group.ranks) // node != max(group.ranks) // node)

@@ -1,7 +1,9 @@
 """Rivals: valid plans, small cases by hand, and what their publications promise."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.plan import Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.published import rivals
+from seqloom.planners.published import balanced, megatron, rivals
 from seqloom.planners.published.rivals import capacities
 from seqloom.planners.registry import PLANNERS, PublishedClaim
 
@@ -55,6 +57,8 @@ def test_each_has_a_claim():
 def test_what_no_gpu_holds_is_refused(name):
     with pytest.raises(SeqloomError, match="--max-length"):
         make_plan(name, np.array([10**8]), COST)
+    if name == "verl":  # its groups are Ulysses, for which that profile has constants
+        return
     additive = cost_model("1x8xA100-40G", "gpt-7b", profile="flexsp-a100")
     with pytest.raises(SeqloomError, match="no constants for a group of ulysses 1 x ring"):
         make_plan(name, np.array([20_000, 20_000]), additive)
@@ -136,17 +140,17 @@ def test_hybrid_dp_takes_the_fewest_ranks_and_gives_work_to_those_behind(sizes):
 def test_megatron_by_hand():
     # 20 opens a pair (work 200 of at most 210); 8 and 8 open one rank each; 4 finds no token room and waits, then
     # has all ranks to itself
-    rounds = rivals.micro_batches(tokens(8, 20, 4, 8), 10, 4)
+    rounds = megatron.micro_batches(tokens(8, 20, 4, 8), 10, 4)
     assert places_of(rounds) == [[((0, 1), [1]), ((2,), [0]), ((3,), [3])], [((0, 1, 2, 3), [2])]]
     # 10 opens one rank and reaches the cap of 105 with any partner; 9 opens another; 3 joins nobody (no room) and
     # takes a third; the first of the smallest groups is doubled onto the free one
-    assert places_of(rivals.micro_batches(tokens(10, 9, 3), 10, 4)) == [[((0, 1), [0]), ((2,), [1]), ((3,), [2])]]
+    assert places_of(megatron.micro_batches(tokens(10, 9, 3), 10, 4)) == [[((0, 1), [0]), ((2,), [1]), ((3,), [2])]]
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.sampled_from([1, 4, 8, 12]))
 def test_megatron_keeps_its_sizes_its_cap_and_no_rank_empty(sizes, ranks):
     lengths = tokens(*(min(size, 50 * ranks) for size in sizes))
-    rounds = rivals.micro_batches(lengths, 50, ranks)
+    rounds = megatron.micro_batches(lengths, 50, ranks)
     assert sorted(k for places in rounds for place in places for k in place.documents) == list(range(len(sizes)))
     for places in rounds:
         assert [rank for place in places for rank in place.ranks] == list(range(ranks))
@@ -158,6 +162,75 @@ def test_megatron_keeps_its_sizes_its_cap_and_no_rank_empty(sizes, ranks):
             assert held.sum() <= 50 * size
             if size & (size - 1) == 0:
                 assert (held.astype(float) ** 2).sum() / size <= 1.05 * tallest * 50 + 1e-6
+
+
+def test_megatron_hybrid_by_hand():
+    # 30 needs all four ranks; after the barrier each 10 opens a rank, and the first doubles onto the free one
+    rounds = megatron.balanced_rounds(tokens(30, 10, 10, 10), 10, 4)
+    assert places_of(rounds) == [[((0, 1, 2, 3), [0])], [((0, 1), [1]), ((2,), [2]), ((3,), [3])]]
+    # 8 and 6 open a rank each, 5 joins the 6: 61 beside 64 is level, but no smaller group was filled, so 2 joins too
+    assert places_of(megatron.balanced_rounds(tokens(8, 6, 5, 2), 13, 2)) == [[((0,), [0]), ((1,), [1, 2, 3])]]
+
+
+def test_megatron_hybrid_deals_as_the_released_scheduler():
+    """SHA-256 of the documents of every rank, group after group, by `BalancedCPScheduler` of megatron-core 0.16.1."""
+    digest = sha256()
+    for seed in range(300):
+        draw = Random(seed)
+        ranks, capacity, count = draw.choice([2, 4, 8, 16]), draw.choice([50, 1000]), draw.randint(1, 60)
+        sizes = [int(draw.lognormvariate(draw.choice([2, 3.5, 5, 6]), 1.2)) for _ in range(count)]
+        lengths = tokens(*(max(1, min(size, capacity * ranks)) for size in sizes))
+        waiting = np.argsort(-lengths, kind="stable").tolist()
+        while waiting:
+            groups, waiting = megatron.next_balanced(lengths, waiting, capacity, ranks)
+            held = [group.documents for group, places in megatron.side_by_side(groups) for _ in places]
+            digest.update(json.dumps(held).encode())
+    assert digest.hexdigest() == "bd8f742392ced1410b4d632327c6f583516d7170a03f1c8ad44af66fce48e853"
+
+
+# One size of groups, balanced by work.
+
+
+def test_wlb_llm_by_hand():
+    # 8 | 5; 4 goes to the 5 with less work; 3 fits neither there nor beside the 8, and is carried over
+    lengths = tokens(8, 5, 4, 3)
+    assert balanced.fill_by_work(lengths, lengths**2, [0, 1, 2, 3], 2, 10) == ([[0], [1, 2]], [3])
+    assert balanced.equal_work_packs(lengths, lengths**2, 2, 10) == [[0], [1, 2], [3]]
+
+
+def test_skrull_by_hand():
+    # 2 | 3; 4 joins the 2; 9 fits nowhere whole, nor as halves beside 6: the 4 is cut too, then the 9 fits as halves
+    lengths = tokens(2, 3, 4, 9)
+    assert balanced.whole_or_cut(lengths, lengths**2, [0, 1, 2, 3], 2, 10) == ([[0], [1]], [2, 3])
+    assert balanced.whole_or_cut(lengths, lengths**2, [0, 1, 2], 2, 10) == ([[0, 2], [1]], [])
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.sampled_from([1, 2, 4]))
+def test_skrull_keeps_the_bucket_of_every_rank(sizes, ranks):
+    lengths = tokens(*sizes)
+    capacity = -(-int(lengths.sum()) // ranks)
+    whole, cut = balanced.whole_or_cut(lengths, lengths**2, list(range(len(sizes))), ranks, capacity)
+    assert sorted([*cut, *(document for own in whole for document in own)]) == list(range(len(sizes)))
+    assert max(int(lengths[own].sum()) for own in whole) + -(-int(lengths[cut].sum()) // ranks) <= capacity
+
+
+def test_verl_by_hand():
+    # 18 tokens need two micro-batches of 10, which the largest differencing fills with 12 and 6: three then
+    assert sorted(balanced.differencing_packs(tokens(6, 6, 6), 1, 10)[0]) == [[0], [1], [2]]
+    # as many documents in each group, the heaviest with the lightest
+    found = balanced.differencing_packs(tokens(9, 1, 5, 4), 2, 10)
+    assert sorted(sorted(pack) for own in found for pack in own) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("name", ["wlb-llm", "skrull", "verl"])
+def test_groups_have_one_size_and_hold_every_document_once(name):
+    lengths = np.minimum(np.random.default_rng(3).lognormal(6.5, 1.3, 60).astype(np.int64) + 1, 16_000)
+    plan = make_plan(name, lengths, COST)
+    sizes = {len(group.ranks) for group in groups_of(plan)}
+    assert len(sizes - {1}) <= 1
+    for group in groups_of(plan):
+        assert group.ranks[0] % len(group.ranks) == 0 and group.ranks[-1] - group.ranks[0] == len(group.ranks) - 1
+    assert sorted(span.document for group in groups_of(plan) for span in group.spans) == list(range(60))
 
 
 # Claims.
