@@ -15,29 +15,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from itertools import product
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from seqloom.cost import CostModel, Profile
 from seqloom.describe import Batch, Cluster, ModelSpec
-from seqloom.errors import MemoryBudgetError, SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
+from seqloom.plan import Plan
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from seqloom.cost.plan_cost import ExpertShares
-    from seqloom.plan import Plan, Sharding
+    from seqloom.plan import Sharding
     from seqloom.simulate import Simulation
 
+P = ParamSpec("P")
 T = TypeVar("T")
 GIB = 1024**3
 MS = 1e6
 """Nanoseconds per millisecond."""
 
 
+# -- arguments: every public function refuses names and values that it does not know, with the way out
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "whole": (lambda value: isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
+    "gib": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number of GiB"),
+    "switch": (lambda value: isinstance(value, bool | np.bool_), "True or False"),
+    "automatic": (lambda value: isinstance(value, bool | np.bool_) or value == "auto", "True, False or 'auto'"),
+    "degree": (lambda value: isinstance(value, Integral) or value == "auto", "1, 2, 4, ... or 'auto'"),
+    "plan": (lambda value: isinstance(value, Plan), "a Plan, as seqloom.plan or Plan.load return it"),
+    "cost": (lambda value: isinstance(value, CostModel), "a CostModel, as seqloom.cost_model returns it"),
+}
+"""Kinds of arguments: how to tell one, and what to give."""
+_KIND_OF = {
+    **dict.fromkeys(("max_length", "capacity", "stages", "seed", "bound_ns", "planning_ns"), "whole"),
+    **dict.fromkeys(("budget_gib", "host_gib"), "gib"),
+    **dict.fromkeys(("offload", "offload_optimiser"), "automatic"),
+    **dict.fromkeys(("expert", "tensor"), "degree"),
+    "float8": "switch",
+    "plan": "plan",
+    "cost": "cost",
+}
+"""Arguments that are checked where they are given; `None` stands for those that are left out."""
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse arguments whose name or kind is wrong, in front of a public function."""
+    parameters = signature(function).parameters
+    several = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
+    needed = [name for name, each in parameters.items() if each.default is each.empty and name not in several]
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        for name in options:
+            if name not in parameters and not several:
+                raise unknown_name(f"argument of {function.__name__}", name, parameters)
+        given = dict(zip(parameters, args, strict=False)) | options
+        for name in needed:
+            if name not in given:
+                raise SeqloomError(f"{function.__name__} lacks {name}; its arguments are {', '.join(parameters)}")
+        for name in given.keys() & _KIND_OF.keys():
+            is_one, wanted = _KINDS[_KIND_OF[name]]
+            if given[name] is not None and not is_one(given[name]):
+                raise SeqloomError(f"{name} is {given[name]!r}; give {wanted}")
+        return function(*args, **options)
+
+    return call
+
+
+# -- the functions
+
+
+@checked
 def cost_model(
     cluster: Cluster | str,
     model: ModelSpec | str,
@@ -76,6 +133,8 @@ def cost_model(
         expert: neighbouring GPUs that divide the experts of every layer among them (expert parallelism).
         tensor: neighbouring GPUs of a node that divide the matrices of every layer (tensor parallelism).
     """
+    if "auto" in (expert, tensor):
+        raise SeqloomError("one cost model has one degree; give a number, or leave the choice to seqloom.plan")
     return CostModel(
         _cluster(cluster),
         _model(model),
@@ -179,6 +238,7 @@ def with_fitting_optimiser(
     return run(costs)
 
 
+@checked
 def plan(
     lengths: ArrayLike | Batch,
     *,
@@ -218,7 +278,7 @@ def plan(
     from seqloom.simulate import predicted_ns
 
     batch = _batch(lengths)
-    check_options(planner, options, plan.__kwdefaults__ or ())
+    check_options(planner, options, signature(plan).parameters)
     given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
     given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib, "expert": expert}
     given["tensor"] = tensor
@@ -240,6 +300,7 @@ def plan(
     return with_fitting_optimiser(lambda costs: fastest(costs, timed), build, offload_optimiser)
 
 
+@checked
 def simulate(
     plan: Plan,
     *,
@@ -294,6 +355,7 @@ def degrees_of(plan: Plan) -> tuple[int, int]:
     return 1 if plan.sharding == "free" else tensor_degree(plan), expert_degree(plan)
 
 
+@checked
 def lower_bound(lengths: ArrayLike | Batch, cost: CostModel) -> int:
     """Lower bound on the step time, ns: no plan of one stage for these lengths is faster under this cost model."""
     from seqloom.planners.bounds import lower_bound
@@ -302,6 +364,11 @@ def lower_bound(lengths: ArrayLike | Batch, cost: CostModel) -> int:
 
 
 def _batch(lengths: ArrayLike | Batch) -> Batch:
+    if isinstance(lengths, str | Path):
+        raise SeqloomError(
+            f"lengths {str(lengths)!r} is no list; give the tokens of every sequence, such as [512, 4096], or what "
+            "seqloom.lengths_from draws of a sampler or reads from a file"
+        )
     return lengths if isinstance(lengths, Batch) else Batch.of(lengths)
 
 
@@ -365,6 +432,7 @@ class Evaluation:
         }
 
 
+@checked
 def evaluate(plan: Plan, cost: CostModel, *, bound_ns: int | None = None, planning_ns: int | None = None) -> Evaluation:
     """Simulate a plan and compare its step with the lower bound. Refuses what `simulate` refuses.
 
