@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from seqloom.cost import CostModel, Profile
+from seqloom.cost import CostModel, MadeFor, Profile
 from seqloom.describe import Batch, Cluster, ModelSpec
 from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
 from seqloom.plan import Plan
@@ -51,6 +51,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "switch": (lambda value: isinstance(value, bool | np.bool_), "True or False"),
     "automatic": (lambda value: isinstance(value, bool | np.bool_) or value == "auto", "True, False or 'auto'"),
     "degree": (lambda value: isinstance(value, Integral) or value == "auto", "1, 2, 4, ... or 'auto'"),
+    "any": (lambda value: True, ""),
     "plan": (lambda value: isinstance(value, Plan), "a Plan, as seqloom.plan or Plan.load return it"),
     "cost": (lambda value: isinstance(value, CostModel), "a CostModel, as seqloom.cost_model returns it"),
 }
@@ -82,10 +83,10 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         for name in needed:
             if name not in given:
                 raise SeqloomError(f"{function.__name__} lacks {name}; its arguments are {', '.join(parameters)}")
-        for name in given.keys() & _KIND_OF.keys():
-            is_one, wanted = _KINDS[_KIND_OF[name]]
-            if given[name] is not None and not is_one(given[name]):
-                raise SeqloomError(f"{name} is {given[name]!r}; give {wanted}")
+        for name, value in given.items():
+            is_one, wanted = _KINDS[_KIND_OF.get(name, "any")]
+            if value is not None and not is_one(value):
+                raise SeqloomError(f"{name} is {value!r}; give {wanted}")
         return function(*args, **options)
 
     return call
@@ -295,7 +296,7 @@ def plan(
 
     def timed(cost: CostModel) -> tuple[int, Plan]:
         made = make_plan(planner, batch.lengths, cost, seed=seed, **options)
-        return predicted_ns(made, cost), made
+        return predicted_ns(made, cost), MadeFor.of(cost).on(made)
 
     return with_fitting_optimiser(lambda costs: fastest(costs, timed), build, offload_optimiser)
 
@@ -304,20 +305,21 @@ def plan(
 def simulate(
     plan: Plan,
     *,
-    cluster: Cluster | str,
-    model: ModelSpec | str,
+    cluster: Cluster | str | None = None,
+    model: ModelSpec | str | None = None,
     profile: Profile | Path | str | None = None,
     sharding: Sharding | str | None = None,
     budget_gib: float | None = None,
     max_length: int | None = None,
-    float8: bool = False,
-    offload_optimiser: bool = False,
+    float8: bool | None = None,
+    offload_optimiser: bool | None = None,
     host_gib: float | None = None,
 ) -> Simulation:
     """Simulate a plan: step time, idle and communication shares, memory, a timeline.
 
-    Without ``sharding`` the plan's own is taken; the other arguments are those of :func:`cost_model`. A plan
-    that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
+    What is not given is what the plan was made for (``plan.made_for``), as its file says; on another cluster the
+    profile, the budget and the host memory are those of that cluster. The arguments are those of :func:`cost_model`. A
+    plan that breaks a rule, does not suit the cluster or the model, or needs more memory than the budget is refused.
     """
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
@@ -327,17 +329,29 @@ def simulate(
 
 def cost_model_of(
     plan: Plan,
-    cluster: Cluster | str,
-    model: ModelSpec | str,
+    cluster: Cluster | str | None = None,
+    model: ModelSpec | str | None = None,
     *,
     sharding: Sharding | str | None = None,
     **options: Any,
 ) -> CostModel:
-    """Build the cost model for a plan that exists: its degrees, its stages, its sharding unless one is given."""
+    """Build the cost model of a plan that exists, with its degrees and stages; see `simulate` for what is not given."""
+    made_for = MadeFor.read(plan)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if made_for is not None:
+        cluster = made_for.cluster if cluster is None else _cluster(cluster)
+        model = made_for.model if model is None else model
+        same = cluster == made_for.cluster
+        given = ({"profile": made_for.profile} if same else {}) | made_for.elsewhere(cluster) | given
+    if cluster is None or model is None:
+        missing = "cluster" if cluster is None else "model"
+        raise SeqloomError(
+            f"the plan does not say for which {missing} it was made, as files of earlier versions; give the {missing}"
+        )
     stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
     tensor, expert = degrees_of(plan)
-    options |= {"stages": stages, "expert": expert, "tensor": tensor}
-    return cost_model(cluster, model, sharding=sharding or plan.sharding, **options)
+    given |= {"stages": stages, "expert": expert, "tensor": tensor}
+    return cost_model(cluster, model, sharding=sharding or plan.sharding, **given)
 
 
 def expert_degree(plan: Plan) -> int:

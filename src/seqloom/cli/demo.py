@@ -82,6 +82,7 @@ def demo(
     from seqloom.api import cost_model
     from seqloom.cli.compare import comparison, save_picture
     from seqloom.cli.doctor import probe
+    from seqloom.cost import MadeFor
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # before this process adds to it
     shared.check_output(out)
@@ -92,7 +93,7 @@ def demo(
     workload = shared.Workload.by_count(shared.Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
     with shared.planning_progress(len(names)) as progress:
         row = evaluate_batch(names, workload.batches[0], cost, seed, progress)
-    row["auto"].plan.save(out)
+    MadeFor.of(cost).on(row["auto"].plan).save(out)
 
     no_torch = "" if probe("torch").version else "training needs torch: pip install 'seqloom[train]'"
 

@@ -190,8 +190,7 @@ class AnalyticProfile(Profile):
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a .json file, which ``Profile.load`` reads back."""
-        content = {JSON_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        text = json.dumps({"kind": "analytic", **content}, indent=2, allow_nan=False)
+        text = json.dumps(profile_content(self), indent=2, allow_nan=False)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
@@ -207,8 +206,19 @@ MAY_BE_ZERO = ("_us", "_ms", "workspace_gib", "overlap")  # costs that may be ab
 
 def parse_profile(text: str, where: str) -> AdditiveProfile | AnalyticProfile:
     """Decode one profile; ``where`` names it in messages."""
-    data = parse_json(text, where)
-    kind = data.pop("kind", None) if isinstance(data, dict) else refuse(data, where, "a JSON object")
+    return read_profile(parse_json(text, where), where)
+
+
+def profile_content(profile: AdditiveProfile | AnalyticProfile) -> dict[str, Any]:
+    """Return what the file of a profile holds."""
+    [kind] = [name for name, each in KINDS.items() if isinstance(profile, each)]
+    return {"kind": kind} | {JSON_KEYS.get(name, name): value for name, value in asdict(profile).items()}
+
+
+def read_profile(content: Any, where: str) -> AdditiveProfile | AnalyticProfile:
+    """Read what the file of a profile holds."""
+    data = dict(content) if isinstance(content, dict) else refuse(content, where, "a JSON object")
+    kind = data.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         raise SeqloomError(f"{where}: kind is {kind!r}; it must be one of {', '.join(KINDS)}")
     return _read(KINDS[kind], data, where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from seqloom.errors import PlanError
 from seqloom.plan.limits import Limits, Reduce, Sharding
@@ -20,7 +21,7 @@ NOTEBOOK_ROWS = 40
 class Plan:
     """Pipelines side by side, over the documents of one step.
 
-    Equality and hash are those of the content: who made the plan does not matter.
+    Equality and hash are those of the content: who made the plan, and for what, does not matter.
 
     Attributes:
         limits: what the plan must respect.
@@ -29,6 +30,8 @@ class Plan:
         documents: length of every document in tokens; a document's id is its index.
         pipelines: pipelines on disjoint ranks.
         planner: name of the planner.
+        made_for: cluster, model, profile and limits that it was made for, as files have them; see `cost.made_for`.
+            None: not said.
     """
 
     limits: Limits
@@ -37,12 +40,13 @@ class Plan:
     documents: tuple[int, ...]
     pipelines: tuple[Pipeline, ...]
     planner: str = field(default="", compare=False)
+    made_for: dict[str, Any] | None = field(default=None, compare=False)
     _hash: str | None = field(default=None, init=False, compare=False)
     _valid: bool = field(default=False, init=False, compare=False)
 
     @property
     def hash(self) -> str:
-        """Hex sha256 of the canonical JSON without the planner's name; the same in every process."""
+        """Hex sha256 of the canonical JSON without `planner` and `made_for`; the same in every process."""
         from seqloom.plan.json import content_hash
 
         known = self._hash or content_hash(self)
