@@ -342,7 +342,8 @@ def cost_model_of(
         cluster = made_for.cluster if cluster is None else _cluster(cluster)
         model = made_for.model if model is None else model
         same = cluster == made_for.cluster
-        given = ({"profile": made_for.profile} if same else {}) | made_for.elsewhere(cluster) | given
+        own: dict[str, Any] = {"profile": made_for.profile} if same else {}
+        given = own | made_for.elsewhere(cluster) | given
     if cluster is None or model is None:
         missing = "cluster" if cluster is None else "model"
         raise SeqloomError(

@@ -410,8 +410,10 @@ def _speeds_text(cost: CostModel) -> str:
 
 def _profile_text(cost: CostModel) -> str:
     """Return the profile's name, and whether its constants are of another kind of device."""
+    from seqloom.cost.profile import is_of
+
     device, known = cost.cluster.device.name, cost.profile.known_devices
-    fits = any(device.lower().startswith(name.lower()) for name in known)
+    fits = any(is_of(device, name) for name in known)
     return cost.profile.name if fits else f"{cost.profile.name} (constants of {' or '.join(known)}, not of {device})"
 
 
