@@ -178,17 +178,17 @@ def _form_of(path: str | Path) -> str:
 def plan_shape(plan: Plan) -> str:
     """Name the pipelines of a plan side by side, those with most ranks first; equal ones are counted.
 
-    A pipeline is tensor degree x pipeline ranks / ranks: ``2x2/4, 1x1/2 x 2`` has a pipeline of two stages of two ranks
-    that split the weights, and two pipelines of one stage on two ranks. For logs, tables and metrics.
+    A pipeline is its tensor degree, its pipeline ranks and its ranks: ``t2p2 on 4, 2 of t1p1 on 2`` has a pipeline of
+    two stages of two ranks that split the weights, and two pipelines of one stage on two ranks. For logs and metrics.
     """
     counts = Counter((len(pipeline.ranks), _pipeline_shape(pipeline)) for pipeline in plan.pipelines)
     largest_first = sorted(counts.items(), key=lambda each: (-each[0][0], each[0][1]))
-    return ", ".join(f"{name} x {count}" if count > 1 else name for (_, name), count in largest_first)
+    return ", ".join(f"{count} of {name}" if count > 1 else name for (_, name), count in largest_first)
 
 
 def _pipeline_shape(pipeline: Pipeline) -> str:
     tensors = dict.fromkeys(str(stage.tensor) for stage in pipeline.stages)
-    return f"{'-'.join(tensors)}x{len(pipeline.ranks_by_pp_rank)}/{len(pipeline.ranks)}"
+    return f"t{'-'.join(tensors)}p{len(pipeline.ranks_by_pp_rank)} on {len(pipeline.ranks)}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

@@ -164,7 +164,7 @@ def test_nan_in_an_array_and_a_wrong_column_are_refused(refused, folder):
     ("options", "nearest"),
     [
         ("--lengths wikipdia --cluster 1x8xH200 --model llama3-8b", "wikipedia"),
-        ("--lengths lengths.txt --cluster 8x8xH20 --model llama3-8b", "H200"),
+        ("--lengths lengths.txt --cluster 8x8xH2O --model llama3-8b", "H200"),
         ("--lengths lengths.txt --cluster 1x8xH200 --model lama3-8b", "llama3-8b"),
         ("--lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --profile h2000", "h200"),
         ("--lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --planner flexx", "flex"),
