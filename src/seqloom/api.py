@@ -470,17 +470,19 @@ def evaluate_planners(
     others: Sequence[CostModel] = (),
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
+    refused: dict[str, SeqloomError] | None = None,
 ) -> list[dict[str, Evaluation]]:
     """Plan every batch with every planner and evaluate the plans: one dictionary per batch, by planner.
 
     `others` are the cost model with other degrees, of which every planner takes the fastest for the batches.
-    Calls `progress` with the planner's name and the batch's index before each planning.
+    Calls `progress` with the planner's name and the batch's index before each planning. Where `refused` is given,
+    planners that cannot plan the batches are left out, and their errors are put there.
     """
     from seqloom.planners import plan_batches
 
     by_degrees = {own.degrees: own for own in (cost, *others)}
     lengths = [batch.lengths for batch in batches]
-    planned = plan_batches(planners, lengths, cost, others=others, seed=seed, progress=progress)
+    planned = plan_batches(planners, lengths, cost, others=others, seed=seed, progress=progress, refused=refused)
     rows = []
     for plans in planned:
         row: dict[str, Evaluation] = {}

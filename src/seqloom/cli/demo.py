@@ -107,7 +107,7 @@ def demo(
 
     def draw(console: Console) -> None:
         _draw_planning(console, cost, workload, row, left_out)
-        _print_closing(row, out)
+        _print_closing(row, out, cost)
         if train and no_torch:
             shared.print_lines(console, "", f"A tiny model would be trained here now; {no_torch}.")
         elif train:
@@ -188,15 +188,15 @@ def _draw_comparison(console: Console, cost: CostModel, row: dict[str, Evaluatio
         console.print()
 
 
-def _print_closing(row: dict[str, Evaluation], out: Path) -> None:
-    faster = row["static"].simulation.step_ns / row["auto"].simulation.step_ns
+def _print_closing(row: dict[str, Evaluation], out: Path, cost: CostModel) -> None:
     options = f"--cluster {CLUSTER} --model {MODEL} --profile {PROFILE} --max-length {MAX_LENGTH}"
+    faster = row["static"].simulation.step_ns / row["auto"].simulation.step_ns
     typer.echo(
-        f"""auto: {shared.evaluation_line(row["auto"])}.
+        f"""auto: {shared.evaluation_line(row["auto"], cost)}.
 static takes {faster:.2f}x as long on this batch. auto's plan is in {out}.
 
 Next: look at the plan again, plan your own data, take the mean over several batches.
-  seqloom simulate {out} {options}
+  seqloom simulate {out}
   seqloom plan --lengths YOUR.jsonl --cluster 8x8xH200 --model llama3-8b --view
   seqloom compare --lengths {SAMPLER} {options} --planners static,flex --batches 8"""
     )

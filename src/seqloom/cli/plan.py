@@ -41,9 +41,9 @@ Out = Annotated[Path | None, Option(help="Write the plan to this file: .json, or
 
 
 def plan(
-    lengths: shared.Lengths,
     cluster: shared.Cluster,
     model: shared.Model,
+    lengths: shared.Lengths = shared.DEFAULT_LENGTHS,
     profile: shared.Profile = None,
     sharding: shared.Sharding = "full",
     planner: Planner = "auto",
@@ -134,7 +134,9 @@ def plan(
 def simulate(
     plan: Annotated[Path, Argument(metavar="PLAN", help="Plan file, .json or .txt.")],
     cluster: Annotated[str | None, Option(help="Preset, spelling or file; without it, the plan's own.")] = None,
-    model: Annotated[str | None, Option(help="Preset, folder or config.json; without it, the plan's own.")] = None,
+    model: Annotated[
+        str | None, Option(help="Preset, folder, config.json or hub name; without it, the plan's own.")
+    ] = None,
     profile: Annotated[str | None, Option(help="Constants by name or file; without it, the plan's own.")] = None,
     sharding: Annotated[str | None, Option(help="full, hybrid or none; without it, the plan's own.")] = None,
     max_length: Annotated[int | None, Option(help="Longest sequence of the run, tokens, as when planning.")] = None,
@@ -244,7 +246,7 @@ def _draw_simulation(console: Console, cost: CostModel, evaluation: Evaluation, 
     shared.print_lines(console, shared.cost_line(cost), repr(evaluation.plan), *differences)
     console.print(plan_table(evaluation.plan, evaluation.simulation))
     console.print(Gantt(evaluation.simulation))
-    shared.print_lines(console, "", shared.evaluation_line(evaluation))
+    shared.print_lines(console, "", shared.evaluation_line(evaluation, cost))
     if line := shared.experts_line(cost, evaluation):
         shared.print_lines(console, line)
 
@@ -263,7 +265,7 @@ def _print_end(planner: str, evaluation: Evaluation, out: Path | None, cost: Cos
     from seqloom.planners.registry import verdicts
     from seqloom.view.format import duration
 
-    typer.echo(shared.evaluation_line(evaluation))
+    typer.echo(shared.evaluation_line(evaluation, cost))
     if line := shared.experts_line(cost, evaluation):
         typer.echo(line)
     chosen = "" if planner == evaluation.plan.planner else f" (chose {evaluation.plan.planner})"
