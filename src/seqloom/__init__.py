@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 from seqloom.version import __version__
 
 if TYPE_CHECKING:  # what a type checker and an editor see
-    from inspect import Signature
-
     from seqloom.api import Evaluation, cost_model, evaluate, lower_bound, plan, simulate
     from seqloom.cost import CostModel, Profile
     from seqloom.describe import Batch, Cluster, ModelSpec, drop_longer, lengths_from
@@ -49,18 +47,22 @@ __all__ = [
     "simulate",
 ]
 
-_MODULES = ("errors", "describe", "plan", "cost", "simulate", "api")
-_CALLABLE = ("plan", "simulate")
+_NAMES = {
+    "api": ("Evaluation", "cost_model", "evaluate", "lower_bound", "plan", "simulate"),
+    "cost": ("CostModel", "Profile"),
+    "describe": ("Batch", "Cluster", "ModelSpec", "drop_longer", "lengths_from"),
+    "errors": ("PlanError", "SeqloomError"),
+    "plan": ("Plan",),
+    "simulate": ("Simulation",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from the first module that has it."""
-    if name in _CALLABLE:
-        return import_module(f"seqloom.{name}")
-    for module in map(import_module, (f"seqloom.{each}" for each in _MODULES)) if name in __all__ else ():
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a public name from its module."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"seqloom.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
@@ -68,37 +70,15 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _CallableModule(ModuleType):
-    """A subpackage that can be called: ``seqloom.plan`` holds the types, ``seqloom.plan(...)`` makes a plan."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._function(*args, **options)
-
-    @property
-    def __doc__(self) -> str:  # what `help` begins with  # pyrefly: ignore[bad-override]
-        from inspect import getdoc
-
-        call = f"{self.__name__}{self.__signature__}"
-        return f"{getdoc(self._function)}\n\n{call}\n\nThe package of this name: {self.__dict__['__doc__']}"
-
-    @property
-    def __signature__(self) -> Signature:
-        from inspect import signature
-
-        return signature(self._function)
-
-    @property
-    def _function(self) -> Any:
-        return getattr(import_module("seqloom.api"), self.__name__.rpartition(".")[2])
-
-
 class _Package(ModuleType):
-    """This package: makes some of its subpackages callable when they are loaded."""
+    """This package, whose functions `plan` and `simulate` keep their names when packages of these names are loaded.
+
+    Importing a package sets it as an attribute of its parent; ``from seqloom.plan import ...`` does not need that.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _CALLABLE and type(value) is ModuleType:
-            value.__class__ = _CallableModule
-        super().__setattr__(name, value)
+        if not (isinstance(value, ModuleType) and _MODULE_OF.get(name) == "api"):
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

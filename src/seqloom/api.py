@@ -15,29 +15,87 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from itertools import product
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from seqloom.cost import CostModel, Profile
+from seqloom.cost import CostModel, MadeFor, Profile
 from seqloom.describe import Batch, Cluster, ModelSpec
-from seqloom.errors import MemoryBudgetError, SeqloomError
+from seqloom.errors import MemoryBudgetError, SeqloomError, unknown_name
+from seqloom.plan import Plan
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from seqloom.cost.plan_cost import ExpertShares
-    from seqloom.plan import Plan, Sharding
+    from seqloom.plan import Sharding
     from seqloom.simulate import Simulation
 
+P = ParamSpec("P")
 T = TypeVar("T")
 GIB = 1024**3
 MS = 1e6
 """Nanoseconds per millisecond."""
 
 
+# -- arguments: every public function refuses names and values that it does not know, with the way out
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "whole": (lambda value: isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
+    "gib": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number of GiB"),
+    "switch": (lambda value: isinstance(value, bool | np.bool_), "True or False"),
+    "automatic": (lambda value: isinstance(value, bool | np.bool_) or value == "auto", "True, False or 'auto'"),
+    "degree": (lambda value: isinstance(value, Integral) or value == "auto", "1, 2, 4, ... or 'auto'"),
+    "any": (lambda value: True, ""),
+    "plan": (lambda value: isinstance(value, Plan), "a Plan, as seqloom.plan or Plan.load return it"),
+    "cost": (lambda value: isinstance(value, CostModel), "a CostModel, as seqloom.cost_model returns it"),
+}
+"""Kinds of arguments: how to tell one, and what to give."""
+_KIND_OF = {
+    **dict.fromkeys(("max_length", "capacity", "stages", "seed", "bound_ns", "planning_ns"), "whole"),
+    **dict.fromkeys(("budget_gib", "host_gib"), "gib"),
+    **dict.fromkeys(("offload", "offload_optimiser"), "automatic"),
+    **dict.fromkeys(("expert", "tensor"), "degree"),
+    "float8": "switch",
+    "plan": "plan",
+    "cost": "cost",
+}
+"""Arguments that are checked where they are given; `None` stands for those that are left out."""
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse arguments whose name or kind is wrong, in front of a public function."""
+    parameters = signature(function).parameters
+    several = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
+    needed = [name for name, each in parameters.items() if each.default is each.empty and name not in several]
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        for name in options:
+            if name not in parameters and not several:
+                raise unknown_name(f"argument of {function.__name__}", name, parameters)
+        given = dict(zip(parameters, args, strict=False)) | options
+        for name in needed:
+            if name not in given:
+                raise SeqloomError(f"{function.__name__} lacks {name}; its arguments are {', '.join(parameters)}")
+        for name, value in given.items():
+            is_one, wanted = _KINDS[_KIND_OF.get(name, "any")]
+            if value is not None and not is_one(value):
+                raise SeqloomError(f"{name} is {value!r}; give {wanted}")
+        return function(*args, **options)
+
+    return call
+
+
+# -- the functions
+
+
+@checked
 def cost_model(
     cluster: Cluster | str,
     model: ModelSpec | str,
@@ -76,6 +134,8 @@ def cost_model(
         expert: neighbouring GPUs that divide the experts of every layer among them (expert parallelism).
         tensor: neighbouring GPUs of a node that divide the matrices of every layer (tensor parallelism).
     """
+    if "auto" in (expert, tensor):
+        raise SeqloomError("one cost model has one degree; give a number, or leave the choice to seqloom.plan")
     return CostModel(
         _cluster(cluster),
         _model(model),
@@ -179,6 +239,7 @@ def with_fitting_optimiser(
     return run(costs)
 
 
+@checked
 def plan(
     lengths: ArrayLike | Batch,
     *,
@@ -218,7 +279,7 @@ def plan(
     from seqloom.simulate import predicted_ns
 
     batch = _batch(lengths)
-    check_options(planner, options, plan.__kwdefaults__ or ())
+    check_options(planner, options, signature(plan).parameters)
     given: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8, "offload": offload}
     given |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib, "expert": expert}
     given["tensor"] = tensor
@@ -235,28 +296,30 @@ def plan(
 
     def timed(cost: CostModel) -> tuple[int, Plan]:
         made = make_plan(planner, batch.lengths, cost, seed=seed, **options)
-        return predicted_ns(made, cost), made
+        return predicted_ns(made, cost), MadeFor.of(cost).on(made)
 
     return with_fitting_optimiser(lambda costs: fastest(costs, timed), build, offload_optimiser)
 
 
+@checked
 def simulate(
     plan: Plan,
     *,
-    cluster: Cluster | str,
-    model: ModelSpec | str,
+    cluster: Cluster | str | None = None,
+    model: ModelSpec | str | None = None,
     profile: Profile | Path | str | None = None,
     sharding: Sharding | str | None = None,
     budget_gib: float | None = None,
     max_length: int | None = None,
-    float8: bool = False,
-    offload_optimiser: bool = False,
+    float8: bool | None = None,
+    offload_optimiser: bool | None = None,
     host_gib: float | None = None,
 ) -> Simulation:
     """Simulate a plan: step time, idle and communication shares, memory, a timeline.
 
-    Without ``sharding`` the plan's own is taken; the other arguments are those of :func:`cost_model`. A plan
-    that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
+    What is not given is what the plan was made for (``plan.made_for``), as its file says; on another cluster the
+    profile, the budget and the host memory are those of that cluster. The arguments are those of :func:`cost_model`. A
+    plan that breaks a rule, does not suit the cluster or the model, or needs more memory than the budget is refused.
     """
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
@@ -266,17 +329,30 @@ def simulate(
 
 def cost_model_of(
     plan: Plan,
-    cluster: Cluster | str,
-    model: ModelSpec | str,
+    cluster: Cluster | str | None = None,
+    model: ModelSpec | str | None = None,
     *,
     sharding: Sharding | str | None = None,
     **options: Any,
 ) -> CostModel:
-    """Build the cost model for a plan that exists: its degrees, its stages, its sharding unless one is given."""
+    """Build the cost model of a plan that exists, with its degrees and stages; see `simulate` for what is not given."""
+    made_for = MadeFor.read(plan)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if made_for is not None:
+        cluster = made_for.cluster if cluster is None else _cluster(cluster)
+        model = made_for.model if model is None else model
+        same = cluster == made_for.cluster
+        own: dict[str, Any] = {"profile": made_for.profile} if same else {}
+        given = own | made_for.elsewhere(cluster) | given
+    if cluster is None or model is None:
+        missing = "cluster" if cluster is None else "model"
+        raise SeqloomError(
+            f"the plan does not say for which {missing} it was made, as files of earlier versions; give the {missing}"
+        )
     stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
     tensor, expert = degrees_of(plan)
-    options |= {"stages": stages, "expert": expert, "tensor": tensor}
-    return cost_model(cluster, model, sharding=sharding or plan.sharding, **options)
+    given |= {"stages": stages, "expert": expert, "tensor": tensor}
+    return cost_model(cluster, model, sharding=sharding or plan.sharding, **given)
 
 
 def expert_degree(plan: Plan) -> int:
@@ -294,6 +370,7 @@ def degrees_of(plan: Plan) -> tuple[int, int]:
     return 1 if plan.sharding == "free" else tensor_degree(plan), expert_degree(plan)
 
 
+@checked
 def lower_bound(lengths: ArrayLike | Batch, cost: CostModel) -> int:
     """Lower bound on the step time, ns: no plan of one stage for these lengths is faster under this cost model."""
     from seqloom.planners.bounds import lower_bound
@@ -302,6 +379,11 @@ def lower_bound(lengths: ArrayLike | Batch, cost: CostModel) -> int:
 
 
 def _batch(lengths: ArrayLike | Batch) -> Batch:
+    if isinstance(lengths, str | Path):
+        raise SeqloomError(
+            f"lengths {str(lengths)!r} is no list; give the tokens of every sequence, such as [512, 4096], or what "
+            "seqloom.lengths_from draws of a sampler or reads from a file"
+        )
     return lengths if isinstance(lengths, Batch) else Batch.of(lengths)
 
 
@@ -365,6 +447,7 @@ class Evaluation:
         }
 
 
+@checked
 def evaluate(plan: Plan, cost: CostModel, *, bound_ns: int | None = None, planning_ns: int | None = None) -> Evaluation:
     """Simulate a plan and compare its step with the lower bound. Refuses what `simulate` refuses.
 
@@ -387,17 +470,19 @@ def evaluate_planners(
     others: Sequence[CostModel] = (),
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
+    refused: dict[str, SeqloomError] | None = None,
 ) -> list[dict[str, Evaluation]]:
     """Plan every batch with every planner and evaluate the plans: one dictionary per batch, by planner.
 
     `others` are the cost model with other degrees, of which every planner takes the fastest for the batches.
-    Calls `progress` with the planner's name and the batch's index before each planning.
+    Calls `progress` with the planner's name and the batch's index before each planning. Where `refused` is given,
+    planners that cannot plan the batches are left out, and their errors are put there.
     """
     from seqloom.planners import plan_batches
 
     by_degrees = {own.degrees: own for own in (cost, *others)}
     lengths = [batch.lengths for batch in batches]
-    planned = plan_batches(planners, lengths, cost, others=others, seed=seed, progress=progress)
+    planned = plan_batches(planners, lengths, cost, others=others, seed=seed, progress=progress, refused=refused)
     rows = []
     for plans in planned:
         row: dict[str, Evaluation] = {}

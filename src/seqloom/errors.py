@@ -41,7 +41,7 @@ def unknown_name(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
     return SeqloomError(f"unknown {kind} {name!r}; {hint}")
 
 
-def drop_longer(tokens: int) -> str:
+def how_to_drop(tokens: int) -> str:
     """Return how to leave out what is longer, on a command line and in the config of a run: part of a message."""
     return f"drop longer sequences (--max-length {max(tokens, 1)}; of a run data.max_length and data.too_long)"
 

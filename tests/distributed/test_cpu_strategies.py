@@ -28,8 +28,8 @@ def test_what_a_switch_costs_is_counted_where_there_was_one(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from strategies_report import judged
 
-    kept = {"shape": "1x1/4", "switched": False, "switching": 500.0, "own": 100.0, "fixed": 600.0}
-    rows = [kept, kept | {"shape": "2x1/4", "switched": True, "switching": 105.0}]
+    kept = {"shape": "t1p1 on 4", "switched": False, "switching": 500.0, "own": 100.0, "fixed": 600.0}
+    rows = [kept, kept | {"shape": "t2p1 on 4", "switched": True, "switching": 105.0}]
     share, gain, shapes = judged(rows)
     assert share.measured == pytest.approx(5) and not share.passed
     assert gain.measured == pytest.approx(1200 / 605) and gain.passed

@@ -40,7 +40,7 @@ def test_profile():
 
 def test_strategies():
     strategies = [Strategy.from_dict(each) for each in json.loads((KEPT / "strategies.json").read_text())["strategies"]]
-    assert [str(each) for each in strategies] == ["1x1 x 4"]
+    assert [str(each) for each in strategies] == ["4 of t1p1"]
 
 
 def test_checkpoint_of_a_recipe_is_resumed(seqloom_here, tmp_path):

@@ -117,7 +117,7 @@ def switching(gloo_pool, place):
 
 def test_changing_the_strategy_trains_the_same_model(place, static, switching):
     shapes, losses = switching
-    assert len(set(shapes)) == STEPS and any("2x2/4" in shape and "1x2/2" in shape for shape in shapes)
+    assert len(set(shapes)) == STEPS and any("t2p2 on 4" in shape and "t1p2 on 2" in shape for shape in shapes)
     assert np.allclose(losses, static, rtol=1e-9, atol=0)
     mine, theirs = (load_file(place / name / "model" / "model.safetensors") for name in ("switching", "static"))
     assert mine.keys() == theirs.keys()

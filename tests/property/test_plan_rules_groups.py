@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from seqloom.attention.tiles import Tile, ZigzagChunks, gather_schedule, ring_tiles
 from seqloom.layout import Span
 from seqloom.plan import Group, Method, Plan
+from seqloom.plan.rules import groups as groups_rules
 from seqloom.plan.rules.groups import ChunkTiles, chunk_tiles, wrong_chunks
 from support.attention_tiles import group_tiles
 from support.strategies import plans
@@ -123,5 +124,5 @@ def test_a_hole_or_a_repeated_chunk_is_found(method: Method, monkeypatch: pytest
             broken = ChunkTiles(*(column[kept] for column in whole))
             if whole.first[drop] == whole.last[drop]:  # the first chunk has none before it
                 continue
-            monkeypatch.setattr("seqloom.plan.rules.groups.chunk_tiles", lambda *_, broken=broken: broken)
+            monkeypatch.setattr(groups_rules, "chunk_tiles", lambda *_, broken=broken: broken)
             assert wrong_chunks.__wrapped__(3, method) is not None

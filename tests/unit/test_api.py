@@ -1,4 +1,5 @@
 import inspect
+import pydoc
 import subprocess
 import sys
 
@@ -76,13 +77,54 @@ def test_every_public_name_exists():
         _ = sl.plam
 
 
-def test_plan_and_simulate_are_rooms_and_verbs():
-    import seqloom.plan as room
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sl.plan(LENGTHS, **HERE, max_length="x"), "max_length is 'x'; give a whole number"),
+        (lambda: sl.plan(LENGTHS, **HERE, budget_gib="x"), "budget_gib is 'x'; give a number of GiB"),
+        (lambda: sl.plan(LENGTHS, **HERE, tensor=1.5), "tensor is 1.5; give 1, 2, 4"),
+        (lambda: sl.plan(LENGTHS, **HERE, float8="x"), "float8 is 'x'; give True or False"),
+        (lambda: sl.plan(LENGTHS, **HERE, offload_optimiser="x"), "offload_optimiser is 'x'; give True, False or"),
+        (lambda: sl.plan("abc", **HERE), "lengths 'abc' is no list; give the tokens of every sequence"),
+        (lambda: sl.plan(None, **HERE), "None is not a flat list"),
+        (lambda: sl.plan(LENGTHS, model="llama3-8b"), "plan lacks cluster"),
+        (lambda: sl.lower_bound([1, 2], 3), "cost is 3; give a CostModel"),
+        (lambda: sl.cost_model(**HERE, shardng="full"), "argument of cost_model 'shardng'; did you mean sharding?"),
+        (lambda: sl.cost_model(**HERE, tensor="auto"), "one cost model has one degree"),
+        (lambda: sl.cost_model("1x8xH200"), "cost_model lacks model"),
+        (lambda: sl.simulate(3, **HERE), "plan is 3; give a Plan"),
+        (lambda: sl.evaluate(3, 4), "give a Plan"),
+        (lambda: sl.drop_longer(LENGTHS, "x"), "max_length is 'x'; give a whole number"),
+    ],
+)
+def test_arguments_of_the_wrong_name_or_kind_are_refused_with_the_way_out(call, message):
+    with pytest.raises(sl.SeqloomError) as refused:
+        call()
+    assert message in str(refused.value)
 
-    assert room is sl.plan
-    assert room.Plan is sl.Plan
+
+def test_numbers_of_numpy_are_numbers():
+    plain = sl.plan(LENGTHS, **HERE, planner="static", max_length=65_536, budget_gib=120)
+    given = {"max_length": np.int64(65_536), "budget_gib": np.float64(120)}
+    assert sl.plan(LENGTHS, **HERE, planner="static", **given) == plain
+
+
+def test_public_names_are_those_of_their_modules():
+    from seqloom import api, describe
+
+    assert sl.drop_longer is describe.drop_longer
+    assert sl.plan is api.plan and sl.simulate is api.simulate
+
+
+def test_plan_and_simulate_are_functions_beside_the_packages_of_their_names():
+    import seqloom.plan
+    import seqloom.simulate
+    from seqloom.plan import Plan
+
+    assert Plan is sl.Plan
     assert list(inspect.signature(sl.plan).parameters)[:3] == ["lengths", "cluster", "model"]
     assert callable(sl.simulate)
+    assert pydoc.render_doc(seqloom.plan, "Help on %s:").startswith("Help on function plan in module seqloom.api")
 
 
 def test_importing_loads_nothing_heavy():

@@ -10,6 +10,8 @@ import sys
 from typing import Annotated
 
 import typer
+from click import Context, HelpFormatter
+from typer.core import TyperGroup
 
 from seqloom.cli import bench, check, compare, data, demo, doctor, plan, presets, profile, propose, schedule, train
 from seqloom.errors import SeqloomError
@@ -20,10 +22,21 @@ __all__ = ["app", "main"]
 INTERRUPTED = 130
 """Exit code of typer after Ctrl-C, as shells have it."""
 
+
+class _Verbs(TyperGroup):
+    """The verbs, each with its whole first sentence in the help."""
+
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+        """Write the list of verbs; long lines are wrapped, not cut."""
+        verbs = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.get_short_help_str(limit=1000)) for name, verb in verbs if verb])
+
+
 app = typer.Typer(
     name="seqloom",
+    cls=_Verbs,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

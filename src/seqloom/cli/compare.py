@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from seqloom.cli import shared
-from seqloom.errors import MemoryBudgetError
+from seqloom.errors import MemoryBudgetError, SeqloomError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,9 +29,9 @@ Planners = Annotated[
 
 
 def compare(
-    lengths: shared.Lengths,
     cluster: shared.Cluster,
     model: shared.Model,
+    lengths: shared.Lengths = shared.DEFAULT_LENGTHS,
     profile: shared.Profile = None,
     sharding: shared.Sharding = "full",
     planners: Planners = "static,adaptive,flex,zones,auto",
@@ -49,12 +49,15 @@ def compare(
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     chat_template: shared.ChatTemplate = None,
+    csv: Annotated[Path | None, Option("--csv", help="Write a row per planner and batch to this .csv file.")] = None,
     picture: shared.Picture = None,
     html: shared.Html = None,
     seed: shared.Seed = 0,
     json: shared.AsJson = False,
 ) -> None:
     """Plan the same batches with several planners and compare the steps.
+
+    A planner that cannot plan the batches has its reason in the place of its row.
 
     \b
     Example:
@@ -66,6 +69,7 @@ def compare(
 
     shared.check_picture(picture)
     shared.check_output(html, "report", (".html",))
+    shared.check_output(csv, "table", (".csv",))
     names = planner_names(planners)
     options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
     options |= {"budget_gib": budget_gib, "max_length": max_length}
@@ -83,20 +87,51 @@ def compare(
     source = shared.Source(lengths, seed, max_length, column, tokenizer, chat_template)
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)
 
-    def run(own: list[CostModel]) -> tuple[CostModel, list[dict[str, Evaluation]]]:
-        with shared.planning_progress(len(names) * batches * len(own)) as progress:
-            given: dict[str, Any] = {"others": own[1:], "seed": seed, "progress": progress}
-            return own[0], evaluate_planners(names, workload.batches, own[0], **given)
+    refused: dict[str, SeqloomError] = {}
 
-    cost, rows = with_fitting_optimiser(run, build, place)
+    def run(own: list[CostModel], last: bool = False) -> tuple[CostModel, list[dict[str, Evaluation]]]:
+        refused.clear()
+        with shared.planning_progress(len(names) * batches * len(own)) as progress:
+            given: dict[str, Any] = {"others": own[1:], "seed": seed, "progress": progress, "refused": refused}
+            rows = evaluate_planners(names, workload.batches, own[0], **given)
+        lacking = [error for error in refused.values() if isinstance(error, MemoryBudgetError)]
+        if len(refused) == len(names) or (lacking and not last):
+            raise next(iter(lacking or refused.values()))
+        return own[0], rows
+
+    try:
+        cost, rows = with_fitting_optimiser(run, build, place)
+    except MemoryBudgetError:  # wherever the optimiser is, some planner lacks memory: the others have rows
+        cost, rows = run(build(place is True), last=True)
+    if csv is not None:
+        save_csv(csv, rows)
     if picture is not None:
         save_picture(picture, cost, workload, rows[0], "the first batch" if batches > 1 else "")
     shared.save_report(html, cost, rows[0], *(["the first batch"] if batches > 1 else []), *workload.notes())
     shared.report(
         json,
-        lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size, **degrees),
-        lambda console: _draw(console, cost, workload, rows),
+        lambda: comparison(cost, workload, rows, skip=skip, batch_size=batch_size, **degrees, refused=_texts(refused)),
+        lambda console: _draw(console, cost, workload, rows, _texts(refused)),
     )
+
+
+def _texts(refused: dict[str, SeqloomError]) -> dict[str, str]:
+    return {name: str(error) for name, error in refused.items()}
+
+
+def save_csv(path: Path, rows: list[dict[str, Evaluation]]) -> None:
+    """Write the figures of every planner and batch, one row each; figures that are not known stay empty."""
+    from csv import DictWriter
+
+    table = [
+        {"planner": name, "batch": number, **evaluation.figures()}
+        for number, row in enumerate(rows)
+        for name, evaluation in row.items()
+    ]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
 
 
 def planner_names(text: str) -> list[str]:
@@ -136,13 +171,19 @@ def save_picture(path: Path, cost: CostModel, workload: Workload, row: dict[str,
     """Draw the steps of one batch under every planner to a file, on one time axis."""
     from seqloom.view import comparison_picture
 
-    size = f"{len(workload.batches[0]):,} sequences on {cost.ranks} GPUs"
+    size = f"{len(workload.batches[0]):,} sequences on {cost.ranks} {cost.rank_word}s"
     steps = {name: (evaluation.simulation, evaluation.bound_ns) for name, evaluation in row.items()}
     notes = [shared.cost_line(cost) + (f"; {which}" if which else ""), *workload.notes()]
     comparison_picture(f"One step of {size}", steps, notes).save(path)
 
 
-def _draw(console: Console, cost: CostModel, workload: Workload, rows: list[dict[str, Evaluation]]) -> None:
+def _draw(
+    console: Console,
+    cost: CostModel,
+    workload: Workload,
+    rows: list[dict[str, Evaluation]],
+    refused: dict[str, str],
+) -> None:
     from seqloom.planners.registry import verdicts
     from seqloom.view import comparison_table
 
@@ -152,6 +193,7 @@ def _draw(console: Console, cost: CostModel, workload: Workload, rows: list[dict
     console.print(comparison_table(columns(rows), starred))
     shared.print_lines(
         console,
+        *(f"{name}: not planned, {reason}" for name, reason in refused.items()),
         *(f"{'* ' if name in starred else ''}{name}: {line}." for name, line in published.items()),
         "Means over the batches; the gap is to a proven lower bound, the speed-up over the first row.",
     )

@@ -82,6 +82,7 @@ def demo(
     from seqloom.api import cost_model
     from seqloom.cli.compare import comparison, save_picture
     from seqloom.cli.doctor import probe
+    from seqloom.cost import MadeFor
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # before this process adds to it
     shared.check_output(out)
@@ -92,7 +93,7 @@ def demo(
     workload = shared.Workload.by_count(shared.Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
     with shared.planning_progress(len(names)) as progress:
         row = evaluate_batch(names, workload.batches[0], cost, seed, progress)
-    row["auto"].plan.save(out)
+    MadeFor.of(cost).on(row["auto"].plan).save(out)
 
     no_torch = "" if probe("torch").version else "training needs torch: pip install 'seqloom[train]'"
 
@@ -106,7 +107,7 @@ def demo(
 
     def draw(console: Console) -> None:
         _draw_planning(console, cost, workload, row, left_out)
-        _print_closing(row, out)
+        _print_closing(row, out, cost)
         if train and no_torch:
             shared.print_lines(console, "", f"A tiny model would be trained here now; {no_torch}.")
         elif train:
@@ -187,15 +188,15 @@ def _draw_comparison(console: Console, cost: CostModel, row: dict[str, Evaluatio
         console.print()
 
 
-def _print_closing(row: dict[str, Evaluation], out: Path) -> None:
-    faster = row["static"].simulation.step_ns / row["auto"].simulation.step_ns
+def _print_closing(row: dict[str, Evaluation], out: Path, cost: CostModel) -> None:
     options = f"--cluster {CLUSTER} --model {MODEL} --profile {PROFILE} --max-length {MAX_LENGTH}"
+    faster = row["static"].simulation.step_ns / row["auto"].simulation.step_ns
     typer.echo(
-        f"""auto: {shared.evaluation_line(row["auto"])}.
+        f"""auto: {shared.evaluation_line(row["auto"], cost)}.
 static takes {faster:.2f}x as long on this batch. auto's plan is in {out}.
 
 Next: look at the plan again, plan your own data, take the mean over several batches.
-  seqloom simulate {out} {options}
+  seqloom simulate {out}
   seqloom plan --lengths YOUR.jsonl --cluster 8x8xH200 --model llama3-8b --view
   seqloom compare --lengths {SAMPLER} {options} --planners static,flex --batches 8"""
     )

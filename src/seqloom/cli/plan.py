@@ -41,9 +41,9 @@ Out = Annotated[Path | None, Option(help="Write the plan to this file: .json, or
 
 
 def plan(
-    lengths: shared.Lengths,
     cluster: shared.Cluster,
     model: shared.Model,
+    lengths: shared.Lengths = shared.DEFAULT_LENGTHS,
     profile: shared.Profile = None,
     sharding: shared.Sharding = "full",
     planner: Planner = "auto",
@@ -78,6 +78,7 @@ def plan(
         seqloom plan --lengths wikipedia --cluster 8x8xH200 --model llama3-8b --out plan.json --view
     """
     from seqloom.api import cost_models, degrees_of, evaluate_planners, with_fitting_optimiser
+    from seqloom.cost import MadeFor
     from seqloom.planners import PLANNERS, requested_stages
 
     shared.check_output(out)
@@ -117,7 +118,7 @@ def plan(
 
     cost, evaluation = with_fitting_optimiser(run, build, place)
     if out is not None:
-        evaluation.plan.save(out)
+        MadeFor.of(cost).on(evaluation.plan).save(out)
 
     def draw(console: Console) -> None:
         _draw_plan(console, cost, workload, evaluation, view)
@@ -132,9 +133,11 @@ def plan(
 
 def simulate(
     plan: Annotated[Path, Argument(metavar="PLAN", help="Plan file, .json or .txt.")],
-    cluster: shared.Cluster,
-    model: shared.Model,
-    profile: shared.Profile = None,
+    cluster: Annotated[str | None, Option(help="Preset, spelling or file; without it, the plan's own.")] = None,
+    model: Annotated[
+        str | None, Option(help="Preset, folder, config.json or hub name; without it, the plan's own.")
+    ] = None,
+    profile: Annotated[str | None, Option(help="Constants by name or file; without it, the plan's own.")] = None,
     sharding: Annotated[str | None, Option(help="full, hybrid or none; without it, the plan's own.")] = None,
     max_length: Annotated[int | None, Option(help="Longest sequence of the run, tokens, as when planning.")] = None,
     budget_gib: shared.BudgetGib = None,
@@ -148,32 +151,39 @@ def simulate(
 ) -> None:
     """Simulate a plan file: step time, idle, communication, memory and a timeline.
 
+    The file says what the plan was made for; options that are given take its place, and differences are named.
+
     \b
     Example:
-        seqloom simulate plan.json --cluster 8x8xH200 --model llama3-8b
+        seqloom simulate plan.json
     """
     from seqloom.api import cost_model_of, evaluate, with_fitting_optimiser
+    from seqloom.cost import MadeFor
     from seqloom.plan import Plan
 
     shared.check_picture(picture)
     shared.check_output(trace, "trace", (".json",))
     shared.check_output(html, "report", (".html",))
     loaded = Plan.load(plan)
-    options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8}
+    made_for = MadeFor.read(loaded)
+    options: dict[str, Any] = {"profile": profile, "sharding": sharding, "float8": float8 or None}
     options |= {"budget_gib": budget_gib, "max_length": max_length, "host_gib": host_gib}
-    spec = shared.load_model(model)
+    spec = None if model is None else shared.load_model(model)
 
     def build(offloaded: bool) -> list[CostModel]:
         return [cost_model_of(loaded, cluster, spec, **options, offload_optimiser=offloaded)]
 
     place = shared.parse_offload(offload_optimiser)
+    if place == "auto" and made_for is not None and "offload_optimiser" in made_for.options:
+        place = True
     cost, evaluation = with_fitting_optimiser(lambda own: (own[0], evaluate(loaded, own[0])), build, place)
     _save_views(picture, trace, cost, evaluation)
     shared.save_report(html, cost, {evaluation.plan.planner or plan.name: evaluation})
+    differences = [] if made_for is None else made_for.differences(cost)
     shared.report(
         json,
-        lambda: {"plan": str(plan)} | shared.cost_dict(cost) | evaluation.as_dict(),
-        lambda console: _draw_simulation(console, cost, evaluation),
+        lambda: {"plan": str(plan)} | shared.cost_dict(cost) | {"differences": differences} | evaluation.as_dict(),
+        lambda console: _draw_simulation(console, cost, evaluation, differences),
     )
 
 
@@ -230,13 +240,13 @@ def _draw_plan(console: Console, cost: CostModel, workload: Workload, evaluation
         console.print()
 
 
-def _draw_simulation(console: Console, cost: CostModel, evaluation: Evaluation) -> None:
+def _draw_simulation(console: Console, cost: CostModel, evaluation: Evaluation, differences: list[str]) -> None:
     from seqloom.view import Gantt, plan_table
 
-    shared.print_lines(console, shared.cost_line(cost), repr(evaluation.plan))
+    shared.print_lines(console, shared.cost_line(cost), repr(evaluation.plan), *differences)
     console.print(plan_table(evaluation.plan, evaluation.simulation))
     console.print(Gantt(evaluation.simulation))
-    shared.print_lines(console, "", shared.evaluation_line(evaluation))
+    shared.print_lines(console, "", shared.evaluation_line(evaluation, cost))
     if line := shared.experts_line(cost, evaluation):
         shared.print_lines(console, line)
 
@@ -255,7 +265,7 @@ def _print_end(planner: str, evaluation: Evaluation, out: Path | None, cost: Cos
     from seqloom.planners.registry import verdicts
     from seqloom.view.format import duration
 
-    typer.echo(shared.evaluation_line(evaluation))
+    typer.echo(shared.evaluation_line(evaluation, cost))
     if line := shared.experts_line(cost, evaluation):
         typer.echo(line)
     chosen = "" if planner == evaluation.plan.planner else f" (chose {evaluation.plan.planner})"
@@ -328,12 +338,14 @@ def _pack_steps(
 
 def _save_steps(packing: Packing, out: Path) -> list[Path]:
     """Write plan-000.json, plan-001.json, ... beside the name that was given."""
+    from seqloom.cost import MadeFor
+
     digits = len(str(packing.steps - 1))
     files = [out.with_stem(f"{out.stem}-{step:0{digits}}") for step in range(packing.steps)]
     for step, file in enumerate(files):
         plan = packing.plan(step)
         plan.validate()
-        plan.save(file)
+        MadeFor.of(packing.cost).on(plan).save(file)
     return files
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Rows = dict[str, dict[str, Any]]
 """Name -> what there is to say about it, by JSON keys."""
+WIDE = 150
+"""Columns of a terminal that has room for sources beside figures."""
 
 
 def list_presets(
@@ -64,7 +66,9 @@ def _devices() -> Rows:
             "peak_tflops": preset.device.peak_tflops,
             "hbm_gb_s": preset.device.hbm_gb_s,
             "inside_a_node": f"{preset.intra.name}, {preset.intra.gb_s:g} GB/s",
-            "between_nodes": f"{preset.nic.name}, {preset.gpus_per_nic} GPUs a nic",
+            "between_nodes": preset.nic.name,
+            "gpus_per_nic": preset.gpus_per_nic,
+            "source": preset.source,
         }
         for name, preset in DEVICES.items()
     }
@@ -79,7 +83,11 @@ def _samplers() -> Rows:
 def _profiles() -> Rows:
     from seqloom.cost import Profile
 
-    return {name: {"devices": ", ".join(Profile.load(name).known_devices)} for name in Profile.names()}
+    profiles = {name: Profile.load(name) for name in Profile.names()}
+    return {
+        name: {"devices": ", ".join(profile.known_devices), "source": profile.sources.get("matmul_tflops", "published")}
+        for name, profile in profiles.items()
+    }
 
 
 def _planners() -> Rows:
@@ -103,6 +111,7 @@ KINDS: dict[str, Callable[[], Rows]] = {
 
 
 def _draw(console: Console, found: dict[str, Rows]) -> None:
+    """Draw a table per kind; sources have a column where there is room, else lines below."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -111,8 +120,13 @@ def _draw(console: Console, found: dict[str, Rows]) -> None:
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column(kind, no_wrap=True)
         columns = next(iter(rows.values()))
-        for column, value in columns.items():
-            table.add_column(column.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+        below = "source" in columns and console.width < WIDE
+        shown = {name: value for name, value in columns.items() if not (below and name == "source")}
+        for column, value in shown.items():
+            justify = "left" if isinstance(value, str) else "right"
+            table.add_column(column.replace("_", " "), justify=justify, overflow="fold")
         for name, row in rows.items():
-            table.add_row(name, *(Text(str(row[column])) for column in columns))
+            table.add_row(name, *(Text(str(row[column])) for column in shown))
         console.print(table)
+        if below:
+            shared.print_lines(console, "Sources:", *(f"  {name}: {row['source']}" for name, row in rows.items()))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer import Argument, Option
 
-from seqloom.errors import SeqloomError, unknown_name
-from seqloom.reader import read_mapping
+from seqloom.errors import SeqloomError, import_extra, unknown_name
+from seqloom.reader import is_file_name, read_mapping
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def at_least_one(parameter: typer.CallbackParam, value: int | None) -> int | Non
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
 Cluster = Annotated[str, Option(help="Preset, spelling such as 8x8xH100 (nodes x GPUs x kind), or file.")]
-Model = Annotated[str, Option(help="Preset, or path to a Hugging Face folder or config.json.")]
+Model = Annotated[str, Option(help="Preset, a Hugging Face folder or config.json, or organisation/name of its hub.")]
 Profile = Annotated[str | None, Option(help="Constants by name or file; without it, those of the cluster's device.")]
 Sharding = Annotated[
     str,
@@ -58,6 +59,8 @@ Sharding = Annotated[
 BudgetGib = Annotated[
     float | None, Option(help="Memory per GPU that a plan may use; else the profile's, or 0.9 of the GPU's.")
 ]
+DEFAULT_LENGTHS = "wikipedia"
+"""Sampler of published lengths, for those who have no data yet; the heading names it."""
 Float8 = Annotated[bool, Option("--float8", help="Linear layers multiply in float8, but for gradients of weights.")]
 Offload = Annotated[
     str,
@@ -172,15 +175,36 @@ def split_names(text: str, what: str, example: str) -> list[str]:
     return names
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""A repository of the Hugging Face hub: organisation/name."""
+
+
 def load_model(name: str | Path) -> ModelSpec:
-    """Return the shapes of a model by name, file or folder; a folder whose type no table has is read by its library."""
+    """Return the shapes of a model by name, file, folder or hub name.
+
+    A folder whose type no table has is read by its library; of a hub name, config.json is all that is read.
+    """
     from seqloom.describe import ModelSpec
     from seqloom.describe.huggingface import has_known_type
 
+    if not Path(name).exists() and not is_file_name(str(name)) and _HUB_NAME.fullmatch(str(name)):
+        return replace(load_model(_hub_folder(str(name))), name=str(name))
     path, libraries = Path(name) / "config.json", all(map(find_spec, ("torch", "transformers")))
     if not path.is_file() or not libraries or has_known_type(read_mapping(path)):
         return ModelSpec.load(str(name))
     return import_module("seqloom.integrations.transformers.describe").describe_folder(Path(name))
+
+
+def _hub_folder(name: str) -> Path:
+    """Return the folder of the Hugging Face cache that has the config.json of a model. Nothing is fetched."""
+    hub = import_extra(f"model {name!r} of the Hugging Face hub", "hf", "huggingface_hub")
+    found = hub.try_to_load_from_cache(name, "config.json")
+    if not isinstance(found, str):
+        raise SeqloomError(
+            f"model {name!r} has no config.json in the Hugging Face cache, and nothing is fetched here; fetch it first "
+            f"(hf download {name} config.json), give a folder that has one, or a name of seqloom list models"
+        )
+    return Path(found).parent
 
 
 def launched(ranks: int | None) -> bool:
@@ -293,6 +317,7 @@ class Left(NamedTuple):
     dropped: int = 0  # above the maximum length
     left_out: int = 0  # records without a label that the loss counts, which `data prepare` leaves out, too
     unused: int = 0  # after the last batch
+    over: int = 0  # tokens of the longest sequence that is longer than a batch may be, and so is one of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +327,7 @@ class Workload:
     source: Source
     batches: tuple[Batch, ...]
     left: Left
+    budget: int | None = None  # tokens of a batch, where it is cut by them
 
     @classmethod
     def by_count(cls, source: Source, size: int, *, skip: int = 0, count: int = 1) -> Workload:
@@ -321,7 +347,10 @@ class Workload:
         while source.note is not None and lengths.sum() <= (skip + 1) * max(budget, int(lengths.max())):
             count *= 2
             lengths, left = source.read(count)
-        return cls._of(source, batches_by_tokens(lengths, budget, skip=skip, count=1), lengths, left)
+        workload = cls._of(source, batches_by_tokens(lengths, budget, skip=skip, count=1), lengths, left)
+        longest = max(batch.longest for batch in workload.batches)
+        over = longest if longest > budget else 0
+        return replace(workload, left=workload.left._replace(over=over), budget=budget)
 
     @classmethod
     def _of(cls, source: Source, batches: Iterable[Batch], lengths: np.ndarray, left: Left) -> Workload:
@@ -351,12 +380,16 @@ class Workload:
     def notes(self) -> list[str]:
         """Return lines for the reader of a table: a sampler's origin, and what was dropped."""
         lines = [f"sampler {self.source.name}: {self.source.note}"] if self.source.note else []
-        dropped, left_out, unused = self.left
+        dropped, left_out, unused, over = self.left
         if left_out:
             lines.append(f"{left_out:,} record{'s' * (left_out > 1)} with nothing to learn left out")
         if dropped:
             above = f"above {self.source.max_length:,} tokens dropped first"
             lines.append(f"{dropped:,} sequence{'s' * (dropped > 1)} {above}")
+        if over:
+            lines.append(
+                f"a sequence of {over:,} tokens is longer than a batch of {self.budget:,}: it is one of its own"
+            )
         if unused:
             lines.append(f"{unused:,} sequence{'s' * (unused > 1)} after the last batch not used")
         return lines
@@ -388,14 +421,21 @@ def cost_dict(cost: CostModel) -> dict[str, Any]:
 
 def cost_line(cost: CostModel) -> str:
     """Return what plans were priced with, in one line."""
-    from seqloom.api import GIB
-
     return (
         f"{cost.cluster.name}, {cost.model.name}, profile {_profile_text(cost)}, "
-        f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU{', float8' if cost.float8 else ''}"
+        f"{cost.sharding} sharding, {_budget_text(cost)}{', float8' if cost.float8 else ''}"
         f"{', optimiser in host memory' if cost.offload_optimiser else ''}"
         f"{''.join(f', {name} degree {size}' for name, size in _degrees(cost.degrees).items())}{_speeds_text(cost)}"
     )
+
+
+def _budget_text(cost: CostModel) -> str:
+    """Return the budget of a rank, and what its device has where that is less."""
+    from seqloom.api import GIB
+
+    budget, device = cost.budget_bytes / GIB, cost.cluster.device
+    more = f" (a device has {device.memory_gib:g})" if budget > device.memory_gib else ""
+    return f"{budget:.1f} GiB per {cost.rank_word}{more}"
 
 
 def _degrees(degrees: tuple[int, int]) -> dict[str, int]:
@@ -410,8 +450,10 @@ def _speeds_text(cost: CostModel) -> str:
 
 def _profile_text(cost: CostModel) -> str:
     """Return the profile's name, and whether its constants are of another kind of device."""
+    from seqloom.cost.profile import is_of
+
     device, known = cost.cluster.device.name, cost.profile.known_devices
-    fits = any(device.lower().startswith(name.lower()) for name in known)
+    fits = any(is_of(device, name) for name in known)
     return cost.profile.name if fits else f"{cost.profile.name} (constants of {' or '.join(known)}, not of {device})"
 
 
@@ -420,11 +462,11 @@ def print_heading(console: Console, cost: CostModel, workload: Workload, before:
     lengths = [batch.longest for batch in workload.batches]
     sequences = sum(map(len, workload.batches))
     tokens = sum(batch.tokens for batch in workload.batches)
-    size = f"{before}{sequences:,} sequences, {tokens:,} tokens, longest {max(lengths):,}"
+    size = f"{before}{sequences:,} sequence{'s' * (sequences > 1)}, {tokens:,} tokens, longest {max(lengths):,}"
     print_lines(console, cost_line(cost), size, *workload.notes())
 
 
-def evaluation_line(evaluation: Evaluation) -> str:
+def evaluation_line(evaluation: Evaluation, cost: CostModel) -> str:
     """Return the step of a plan, its gap to the lower bound, use of NICs and memory, in one line."""
     from seqloom.api import degrees_of, has_stages
     from seqloom.view.format import duration
@@ -439,7 +481,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
     if len(simulation.nic_busy_ns) > 1:
         busiest, mean = (f"{100 * share:.0f} %" for share in simulation.nic_shares)
         line += f"; NICs in use {mean} of the time, the busiest {busiest}"
-    memory = f"at most {evaluation.peak_memory_gib:.1f} GiB per GPU"
+    memory = f"at most {evaluation.peak_memory_gib:.1f} GiB per {cost.rank_word}"
     if evaluation.peak_host_memory_gib:
         memory += f" and {evaluation.peak_host_memory_gib:.1f} GiB of its host's memory"
     return f"{line}; {memory}; hash {evaluation.plan.hash[:12]}"
@@ -456,7 +498,7 @@ def experts_line(cost: CostModel, evaluation: Evaluation) -> str:
     moved = f", dispatch and combine {exchange}" if degree > 1 else ""
     stages = (stage for pipeline in evaluation.plan.pipelines for stage in pipeline.stages)
     own = " or ".join(map(str, sorted({count // (stage.expert * stage.tensor) for stage in stages})))
-    held = f"expert degree {degree}, {own} of {count} experts of a layer on each GPU"
+    held = f"expert degree {degree}, {own} of {count} experts of a layer on each {cost.rank_word}"
     return f"{held}: they compute for {compute} of the step{moved}"
 
 
@@ -464,9 +506,9 @@ def save_report(path: Path | None, cost: CostModel, row: dict[str, Evaluation], 
     """Write the report of a batch under one or several planners, if a file is named."""
     if path is None:
         return
-    from seqloom.view.report import ReportStep, rank_word, save_report
+    from seqloom.view.report import ReportStep, save_report
 
     steps = [ReportStep(name, one.plan, one.simulation, one.bound_ns, one.as_dict()) for name, one in row.items()]
     documents = len(next(iter(row.values())).plan.documents)
-    title = f"One step of {documents:,} sequences on {cost.ranks:,} {rank_word(cost)}s"
+    title = f"One step of {documents:,} sequences on {cost.ranks:,} {cost.rank_word}s"
     save_report(path, title, steps, cost, notes=[cost_line(cost), *notes])

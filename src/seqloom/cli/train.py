@@ -54,9 +54,12 @@ def train(
         seqloom train recipes/tiny-cpu.toml --ranks 4
         torchrun --nproc-per-node 4 -m seqloom train recipes/tiny-cpu.toml
     """
+    from seqloom.train.fork_server import check_cores, start_fork_server
+
+    if ranks is not None:
+        check_cores(ranks)
     import_extra("seqloom train", "train,data", "torch")
     from seqloom.train.config import Config
-    from seqloom.train.fork_server import start_fork_server
 
     loaded, launched = Config.load(config, overrides or []), shared.launched(ranks)
     if not launched:  # before this process loads torch

@@ -241,6 +241,11 @@ class CostModel:
         return self.tensor, self.expert
 
     @property
+    def rank_word(self) -> str:
+        """What people call a rank: "GPU", or "rank" where ranks are processes on CPUs."""
+        return "rank" if self.cluster.device.name == "CPU" else "GPU"
+
+    @property
     def expert_degrees(self) -> tuple[int, ...]:
         """Legal expert degrees, ascending; see `expert_degrees`."""
         return (1,) if self.tensor > 1 else expert_degrees(self.cluster, self.model, self.profile, self.sharding)

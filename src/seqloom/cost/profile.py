@@ -1,4 +1,10 @@
-"""Profiles: measured or published constants of one kind of GPU and cluster, as data files, parsed strictly."""
+"""Profiles: measured or published constants of one kind of GPU and cluster, as data files, parsed strictly.
+
+A file of kind ``estimate`` says how far a GPU differs from one that has a profile, and becomes an analytic profile:
+
+    {"kind": "estimate", "name": "l4", "devices": ["L4"], "like": "l40s", "compute": 0.25, "memory": 0.35,
+     "sources": {"matmul_tflops": "estimate: 0.4 of the data sheet's 121 TFLOP/s; not measured"}}
+"""
 
 from __future__ import annotations
 
@@ -73,13 +79,19 @@ class Profile:
         """The analytic profile that lists this device; compared by prefix, the longest match wins."""
         analytic = [p for p in map(Profile.load, Profile.names()) if isinstance(p, AnalyticProfile)]
         listed = ((known, profile) for profile in analytic for known in profile.devices)
-        found = [(known, profile) for known, profile in listed if device.lower().startswith(known.lower())]
+        found = [(known, profile) for known, profile in listed if is_of(device, known)]
         if not found:
             raise SeqloomError(
                 f"no profile knows the device {device!r}; name one of {', '.join(Profile.names())} "
                 "or give the path of a profile file"
             )
         return max(found, key=lambda entry: (len(entry[0]), entry[1].name))[1]
+
+
+def is_of(device: str, known: str) -> bool:
+    """Whether a device's name begins with a known one: A100-40G is an A100, but an H200 is no H20."""
+    name, start = device.lower(), known.lower()
+    return name.startswith(start) and not (start[-1:].isdigit() and name[len(start) : len(start) + 1].isdigit())
 
 
 def require_analytic(profile: AdditiveProfile | AnalyticProfile) -> AnalyticProfile:
@@ -190,8 +202,7 @@ class AnalyticProfile(Profile):
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a .json file, which ``Profile.load`` reads back."""
-        content = {JSON_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        text = json.dumps({"kind": "analytic", **content}, indent=2, allow_nan=False)
+        text = json.dumps(profile_content(self), indent=2, allow_nan=False)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
@@ -207,11 +218,47 @@ MAY_BE_ZERO = ("_us", "_ms", "workspace_gib", "overlap")  # costs that may be ab
 
 def parse_profile(text: str, where: str) -> AdditiveProfile | AnalyticProfile:
     """Decode one profile; ``where`` names it in messages."""
-    data = parse_json(text, where)
-    kind = data.pop("kind", None) if isinstance(data, dict) else refuse(data, where, "a JSON object")
+    return read_profile(parse_json(text, where), where)
+
+
+def profile_content(profile: AdditiveProfile | AnalyticProfile) -> dict[str, Any]:
+    """Return what the file of a profile holds."""
+    [kind] = [name for name, each in KINDS.items() if isinstance(profile, each)]
+    return {"kind": kind} | {JSON_KEYS.get(name, name): value for name, value in asdict(profile).items()}
+
+
+def read_profile(content: Any, where: str) -> AdditiveProfile | AnalyticProfile:
+    """Read what the file of a profile holds."""
+    data = dict(content) if isinstance(content, dict) else refuse(content, where, "a JSON object")
+    kind = data.pop("kind", None)
+    if kind == "estimate":
+        kind, data = "analytic", _estimated(data, where)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise SeqloomError(f"{where}: kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+        raise SeqloomError(f"{where}: kind is {kind!r}; it must be one of {', '.join(KINDS)}, estimate")
     return _read(KINDS[kind], data, where)
+
+
+def _estimated(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the analytic profile of a GPU that is so many times as fast as another; keys that are given stay.
+
+    `compute` scales the TFLOP/s of products and attention, `memory` the bandwidth of the device's memory.
+    """
+    own_keys = ("name", "devices", "like", "compute", "memory", "sources")
+    optional = [JSON_KEYS.get(each.name, each.name) for each in fields(AnalyticProfile) if each.name not in own_keys]
+    own = read_object(data, where, own_keys, optional)
+    name, compute, memory = own.pop("like"), own.pop("compute"), own.pop("memory")
+    compute, memory = _number(float, compute, f"{where}.compute"), _number(float, memory, f"{where}.memory")
+    base = profile_content(require_analytic(Profile.load(read_string(name, f"{where}.like"))))
+    for curve in (base["attention"], base["tile"]):
+        curve |= {way: [rate * compute for rate in curve[way]] for way in ("forward", "backward")}
+    base |= {"matmul_tflops": base["matmul_tflops"] * compute, "prefix_us": base["prefix_us"] / memory}
+    scaled = {"matmul_tflops": f"{compute:g} times ", "attention": f"{compute:g} times ", "tile": f"{compute:g} times "}
+    scaled["prefix_us"] = f"1/{memory:g} times "
+    said = {key: f"estimate: {scaled.get(key, '')}that of {name}" for key in base["sources"] if key not in own}
+    given = own["sources"] if isinstance(own["sources"], dict) else refuse(own["sources"], where, "a JSON object")
+    content = json.loads(json.dumps(base | own | {"sources": said | given}))  # as a file has it
+    del content["kind"]
+    return content
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

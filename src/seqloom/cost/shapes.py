@@ -61,8 +61,10 @@ class GroupShape(NamedTuple):
         return self.ring if self.ring == 1 or self.overlaps_kv else min(self.ring + 1, 4)
 
     def __str__(self) -> str:
-        kinds = {"g": self.method == Method.GATHER, "r": self.routed, "l": self.latent, "s": self.states}
-        return f"{self.ulysses}x{self.ring}" + "".join(letter for letter, holds in kinds.items() if holds)
+        """Ulysses, then ring or gather, then what else holds: ``u2r4``, ``u2g4 routed``, ``u8r1 states``."""
+        kinds = {"routed": self.routed, "latent": self.latent, "states": self.states}
+        way = "g" if self.method == Method.GATHER else "r"
+        return " ".join([f"u{self.ulysses}{way}{self.ring}", *(kind for kind, holds in kinds.items() if holds)])
 
 
 class MemoryPolicy(NamedTuple):

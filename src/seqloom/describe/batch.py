@@ -124,6 +124,8 @@ def drop_longer(lengths: ArrayLike, max_length: int | None) -> tuple[np.ndarray,
     column = check_lengths(lengths)
     if max_length is None:
         return column, 0
+    if not isinstance(max_length, int | np.integer):
+        raise SeqloomError(f"max_length is {max_length!r}; give a whole number, or None")
     kept = column[column <= max_length]
     if not len(kept):
         raise SeqloomError(

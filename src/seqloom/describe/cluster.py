@@ -42,7 +42,7 @@ class Device:
 def is_device(name: str, gpu: str) -> bool:
     """Whether the device of this name is what a driver calls `gpu`: "A100-80G" is "NVIDIA A100-SXM4-80GB"."""
     words = re.split(r"[\s-]+", gpu)
-    return all(any(word.startswith(part) for word in words) for part in name.split("-"))
+    return all(any(re.match(rf"{re.escape(part)}(?!\d)", word) for word in words) for part in name.split("-"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +212,8 @@ class DevicePreset:
     intra: Link
     nic: Link
     gpus_per_nic: int
+    source: str
+    """Where the figures come from."""
 
 
 def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
@@ -287,6 +289,7 @@ def _device(name: str, entry: dict[str, Any]) -> DevicePreset:
         intra=Link(**entry["intra"]),
         nic=Link(**entry["nic"]),
         gpus_per_nic=entry["gpus_per_nic"],
+        source=entry["source"],
     )
 
 

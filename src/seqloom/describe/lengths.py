@@ -40,8 +40,8 @@ Place = Callable[[int], str]
 def lengths_from(
     source: str,
     *,
-    seed: int,
-    count: int,
+    seed: int = 0,
+    count: int = 512,
     max_length: int | None = None,
     column: str | None = None,
     tokenizer: str | None = None,
@@ -120,7 +120,8 @@ def check_lengths(values: Any, *, what: str = "lengths", place: Place = "entry {
     except (ValueError, OverflowError) as error:
         raise SeqloomError(f"{what}: not a flat list of lengths ({error}); pass one number per sequence") from None
     if array.ndim != 1:
-        raise SeqloomError(f"{what}: shape {array.shape} is not a flat list; pass one length per sequence")
+        given = f"shape {array.shape}" if array.ndim else repr(values)
+        raise SeqloomError(f"{what}: {given} is not a flat list; pass one length per sequence")
     if array.size == 0:
         raise SeqloomError(f"{what}: empty; at least one length is needed")
     if array.dtype == object:  # integers too large for numpy, or a mix of types

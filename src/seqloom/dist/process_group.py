@@ -33,8 +33,6 @@ SHARED_GPU_ENVIRONMENT = {
 all of them talk through sockets."""
 SHARED_HOST = "seqloom-"
 SLURM_PORTS = range(20_000, 30_000)
-RANKS_PER_CORE = 16
-"""Ranks that may share a core where they are tried out on CPUs."""
 
 
 class JobRank(NamedTuple):
@@ -168,16 +166,6 @@ def check_gpus(local_ranks: int, *, share_gpu: bool = False) -> None:
         raise SeqloomError(
             f"{local_ranks} ranks on a node with {gpus} GPU{'s' * (gpus > 1)}: NCCL needs a GPU for every rank; start "
             f"at most {gpus} here, or add --share-gpu to try it out (ranks then share GPUs, and speed means nothing)"
-        )
-
-
-def check_cores(local_ranks: int) -> None:
-    """Refuse more ranks, processes or threads, than the cores of this machine get anywhere with."""
-    cores = os.cpu_count() or 1
-    if local_ranks > RANKS_PER_CORE * cores:
-        raise SeqloomError(
-            f"{local_ranks} ranks on a machine with {cores} cores: at most {RANKS_PER_CORE} share one; start "
-            f"{RANKS_PER_CORE * cores} or fewer here, or several machines with torchrun"
         )
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
-from seqloom.errors import SeqloomError, drop_longer
+from seqloom.errors import SeqloomError, how_to_drop
 
 SAMPLE = 1024
 """Documents that represent a level's when it is priced."""
@@ -159,11 +159,11 @@ def _check_longest(lengths: np.ndarray, cost: CostModel, step_tokens: int) -> No
     if size > most:
         raise SeqloomError(
             f"sequence {document} has {lengths[document]} tokens, but the largest group holds {most}; "
-            f"{drop_longer(most)}, raise the memory budget or use more GPUs"
+            f"{how_to_drop(most)}, raise the memory budget or use more GPUs"
         )
     if size > step_tokens:
         fits = step_tokens // cost.pad_multiple * cost.pad_multiple
-        drop = f" or {drop_longer(fits)}" if fits else ""
+        drop = f" or {how_to_drop(fits)}" if fits else ""
         raise SeqloomError(
             f"sequence {document} has {lengths[document]} tokens, more than the {step_tokens} of a step; raise the "
             f"tokens per step to {size}{drop}"

@@ -11,8 +11,9 @@
 A round whose first layers offload their activations has `"offloaded_layers": 12` beside its checkpoint, and one whose
 last layers recompute less has `"lighter_layers": 5`. `"offload": true`, in files of earlier versions, means all layers.
 A group in which latents travel has `"latent": true`, one in which states of scans do `"states": true`; a stage whose
-experts are divided over 4 ranks has `"expert": 4`. `actions` has one row per pipeline rank: the distinct `ranks` of the
-stages, in the order in which these name them. Reading is strict, see `seqloom.reader`.
+experts are divided over 4 ranks has `"expert": 4`. `"made_for"` has what the plan was made for, with the content of
+cluster, model and profile, see `seqloom.cost.made_for`. `actions` has one row per pipeline rank: the distinct `ranks`
+of the stages, in the order in which these name them. Reading is strict, see `seqloom.reader`.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ _OBJECTS = (Group, StageMicroBatch, Route, Stage, Pipeline, Limits)
 
 def to_json(plan: Plan) -> str:
     """Write canonical JSON: one line, sorted keys, no blanks."""
-    return _dump(plan, "planner", *_CONTENT)
+    return _dump(plan, "planner", *_CONTENT, *(["made_for"] if plan.made_for is not None else []))
 
 
 def content_hash(plan: Plan) -> str:
-    """Hash the canonical JSON without the planner's name."""
+    """Hash the canonical JSON without the planner's name and what the plan was made for."""
     return hashlib.sha256(_dump(plan, *_CONTENT).encode()).hexdigest()
 
 
@@ -106,12 +107,18 @@ def from_json(text: str) -> Plan:
 
 
 def _read_plan(value: Any) -> Plan:
-    fields = read_object(value, "the file", ("format", "version", *_PLAN))
+    fields = read_object(value, "the file", ("format", "version", *_PLAN), ("made_for",))
     if fields["format"] != FORMAT:
         raise SeqloomError(f"format is {fields['format']!r}; a plan file has {FORMAT!r}")
     if fields["version"] != VERSION or type(fields["version"]) is not int:
         raise SeqloomError(f"version is {fields['version']!r}; this release reads version {VERSION}")
-    return Plan(**{key: read(fields[key], key) for key, read in _PLAN.items()})
+    made_for = read_made_for(fields.get("made_for"), "made_for")
+    return Plan(**{key: read(fields[key], key) for key, read in _PLAN.items()}, made_for=made_for)
+
+
+def read_made_for(value: Any, where: str) -> dict[str, Any] | None:
+    """Read what a plan was made for, if its file says so. Its parts are read where they are needed."""
+    return value if value is None or isinstance(value, dict) else refuse(value, where, "a JSON object")
 
 
 def _object(kind: type[Any], **readers: Reader) -> Reader:

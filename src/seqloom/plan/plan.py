@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from seqloom.errors import PlanError
 from seqloom.plan.limits import Limits, Reduce, Sharding
@@ -20,7 +21,7 @@ NOTEBOOK_ROWS = 40
 class Plan:
     """Pipelines side by side, over the documents of one step.
 
-    Equality and hash are those of the content: who made the plan does not matter.
+    Equality and hash are those of the content: who made the plan, and for what, does not matter.
 
     Attributes:
         limits: what the plan must respect.
@@ -29,6 +30,8 @@ class Plan:
         documents: length of every document in tokens; a document's id is its index.
         pipelines: pipelines on disjoint ranks.
         planner: name of the planner.
+        made_for: cluster, model, profile and limits that it was made for, as files have them; see `cost.made_for`.
+            None: not said.
     """
 
     limits: Limits
@@ -37,12 +40,13 @@ class Plan:
     documents: tuple[int, ...]
     pipelines: tuple[Pipeline, ...]
     planner: str = field(default="", compare=False)
+    made_for: dict[str, Any] | None = field(default=None, compare=False)
     _hash: str | None = field(default=None, init=False, compare=False)
     _valid: bool = field(default=False, init=False, compare=False)
 
     @property
     def hash(self) -> str:
-        """Hex sha256 of the canonical JSON without the planner's name; the same in every process."""
+        """Hex sha256 of the canonical JSON without `planner` and `made_for`; the same in every process."""
         from seqloom.plan.json import content_hash
 
         known = self._hash or content_hash(self)
@@ -174,17 +178,17 @@ def _form_of(path: str | Path) -> str:
 def plan_shape(plan: Plan) -> str:
     """Name the pipelines of a plan side by side, those with most ranks first; equal ones are counted.
 
-    A pipeline is tensor degree x pipeline ranks / ranks: ``2x2/4, 1x1/2 x 2`` has a pipeline of two stages of two ranks
-    that split the weights, and two pipelines of one stage on two ranks. For logs, tables and metrics.
+    A pipeline is its tensor degree, its pipeline ranks and its ranks: ``t2p2 on 4, 2 of t1p1 on 2`` has a pipeline of
+    two stages of two ranks that split the weights, and two pipelines of one stage on two ranks. For logs and metrics.
     """
     counts = Counter((len(pipeline.ranks), _pipeline_shape(pipeline)) for pipeline in plan.pipelines)
     largest_first = sorted(counts.items(), key=lambda each: (-each[0][0], each[0][1]))
-    return ", ".join(f"{name} x {count}" if count > 1 else name for (_, name), count in largest_first)
+    return ", ".join(f"{count} of {name}" if count > 1 else name for (_, name), count in largest_first)
 
 
 def _pipeline_shape(pipeline: Pipeline) -> str:
     tensors = dict.fromkeys(str(stage.tensor) for stage in pipeline.stages)
-    return f"{'-'.join(tensors)}x{len(pipeline.ranks_by_pp_rank)}/{len(pipeline.ranks)}"
+    return f"t{'-'.join(tensors)}p{len(pipeline.ranks_by_pp_rank)} on {len(pipeline.ranks)}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

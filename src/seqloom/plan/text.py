@@ -18,8 +18,9 @@ layout follows its groups, one line per rank. A line `host` is the row of a pipe
 stage 0, host 1 the next ranks that a stage names, and so on; stages with the same ranks share a row, such as
 `host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. `checkpoint selective lighter 5`: the last 5 layers recompute less; `checkpoint
 full offload 12`: the first 12 layers are offloaded, without a number all of them. `ulysses 4 ring 1 latent`: latents
-travel in the place of keys and values; `ring 1 states`: states of scans in the place of heads. Blank lines and lines
-that begin with # are skipped. Every error of reading names the line and the rule.
+travel in the place of keys and values; `ring 1 states`: states of scans in the place of heads. A last line `made_for`
+has what the plan was made for, as JSON. Blank lines and lines that begin with # are skipped. Every error of reading
+names the line and the rule.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from seqloom.errors import PlanError, unknown_name
+from seqloom.errors import PlanError, SeqloomError, unknown_name
 from seqloom.layout.layout import Layout, Span
 from seqloom.layout.route import Route
 from seqloom.plan.action import Action
-from seqloom.plan.json import KEYS_OF_LIMITS
+from seqloom.plan.json import KEYS_OF_LIMITS, read_made_for
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Group, Method, Remap, Round, StageMicroBatch
+from seqloom.reader import parse_json
 
 _DOCUMENTS_PER_LINE = 16
 _CAPACITIES = ("capacity", "offload_capacity")
@@ -69,6 +71,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     for number, pipeline in enumerate(plan.pipelines):
         yield f"pipeline {number}"
         yield from _pipeline_lines(pipeline, plan.documents)
+    if plan.made_for is not None:
+        yield f"made_for {json.dumps(plan.made_for, sort_keys=True)}"
 
 
 def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[str]:
@@ -160,13 +164,27 @@ def from_text(text: str) -> Plan:
     header = _read_header(lines)
     documents = _read_documents(lines, header.pop("documents"))
     pipelines = []
-    while lines.peek():
+    while lines.peek() and not lines.peek().startswith("made_for "):
         number = lines.match(re.compile(r"pipeline (\d+)"), "pipeline NUMBER")[1]
         lines.expect_number("pipeline", number, len(pipelines))
         pipelines.append(_read_pipeline(lines, documents))
+    made_for = _read_made_for(lines) if lines.peek() else None
     sharding, reduce, planner = header.pop("sharding"), header.pop("reduce"), header.pop("planner")
     header["pad_multiple"] = header.pop("granule")
-    return Plan(Limits(**header), sharding, reduce, documents, tuple(pipelines), planner)
+    return Plan(Limits(**header), sharding, reduce, documents, tuple(pipelines), planner, made_for)
+
+
+def _read_made_for(lines: _Lines) -> dict[str, Any] | None:
+    """Read the last line: what the plan was made for, as JSON."""
+    text = lines.take().removeprefix("made_for ")
+    try:
+        made_for = read_made_for(parse_json(text, "made_for"), "made_for")
+    except SeqloomError as error:
+        lines.refuse(str(error))
+    if lines.peek():
+        lines.take()
+        lines.refuse("made_for is the last line; remove what follows")
+    return made_for
 
 
 class _Lines:
@@ -279,7 +297,7 @@ def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
             rows.append(tuple(map(Action.parse, words.split())))
         except PlanError as error:
             lines.refuse(str(error))
-    if lines.peek() and not lines.peek().startswith("pipeline "):
+    if lines.peek() and not lines.peek().startswith(("pipeline ", "made_for ")):
         lines.take()
         lines.refuse("expected a stage, round, group, layout, host or pipeline line, in this order")
     return Pipeline(tuple(stages), rounds, tuple(rows))

@@ -19,7 +19,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
-from seqloom.errors import MemoryBudgetError, drop_longer
+from seqloom.errors import MemoryBudgetError, how_to_drop
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, sort_groups
 from seqloom.planners.loops import NEVER, BatchTables
@@ -64,7 +64,7 @@ class BatchProblem:
         held = most * self.tables.capacity // self.cost.pad_multiple * self.cost.pad_multiple
         return MemoryBudgetError(
             f"sequence {longest} has {self.lengths[longest]} tokens, but the largest group ({most} GPUs x "
-            f"{self.tables.capacity} tokens) holds {held}; {drop_longer(held)}, {self.cost.ways_out}"
+            f"{self.tables.capacity} tokens) holds {held}; {how_to_drop(held)}, {self.cost.ways_out}"
         )
 
     def checkpoint(self, groups: Sequence[GroupPlacement]) -> Checkpoint:

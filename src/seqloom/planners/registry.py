@@ -316,6 +316,7 @@ def plan_batches(
     others: Sequence[CostModel] = (),
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
+    refused: dict[str, SeqloomError] | None = None,
 ) -> list[dict[str, TimedPlan]]:
     """Plan every batch with every planner, one after another.
 
@@ -325,6 +326,7 @@ def plan_batches(
 
     Args:
         others: the cost model with other tensor or expert degrees. A planner takes the one by which it is fastest.
+        refused: takes the errors of planners that cannot plan the batches, which are left out; None: an error ends all.
     """
     costs, results = (cost, *others), {}
     found: dict[tuple[int, int], dict[str, list[TimedPlan]]] = {own.degrees: {} for own in costs}
@@ -347,8 +349,13 @@ def plan_batches(
         return sum(predicted_ns(each.plan, own) for each in plans) if others else 0, plans
 
     for name in sorted(names, key=lambda name: name == "auto"):
-        results[name] = fastest(costs, partial(plan_all, name))
-    return [{name: results[name][index] for name in names} for index in range(len(batches))]
+        try:
+            results[name] = fastest(costs, partial(plan_all, name))
+        except SeqloomError as error:
+            if refused is None:
+                raise
+            refused[name] = error
+    return [{name: results[name][index] for name in names if name in results} for index in range(len(batches))]
 
 
 def _run_options(name: str, batches: Sequence[np.ndarray], cost: CostModel) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from seqloom.dist import (
     launched_rank,
     run_ranks,
 )
-from seqloom.dist.process_group import check_cores
 from seqloom.engine import bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter, Transformer
@@ -41,6 +40,7 @@ from seqloom.plan import GroupFamily, Plan, Sharding
 from seqloom.planners import make_plan
 from seqloom.planners.registry import PlannerChoice
 from seqloom.train.config import Config
+from seqloom.train.fork_server import check_cores
 from seqloom.train.launch import RankProcess, run_on_processes
 from seqloom.train.model import ModelFamily, prepare_layers, shard_parameters
 from seqloom.train.setup import RunChoices, RunSetup

@@ -14,11 +14,25 @@ from multiprocessing import forkserver
 from multiprocessing.context import DefaultContext
 from typing import cast
 
+from seqloom.errors import SeqloomError
 from seqloom.train.signals import blocked_signals
+
+RANKS_PER_CORE = 16
+"""Ranks that may share a core where they are tried out on CPUs."""
 
 CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it `torch.cuda.is_available` asks the driver's library. Without, it begins to use CUDA, after which no fork can:
 transformers calls it when it is imported and finds FlashAttention-4."""
+
+
+def check_cores(local_ranks: int) -> None:
+    """Refuse more ranks, processes or threads, than the cores of this machine get anywhere with."""
+    cores = os.cpu_count() or 1
+    if local_ranks > RANKS_PER_CORE * cores:
+        raise SeqloomError(
+            f"{local_ranks} ranks on a machine with {cores} cores: at most {RANKS_PER_CORE} share one; start "
+            f"{RANKS_PER_CORE * cores} or fewer here, or several machines with torchrun"
+        )
 
 
 def start_fork_server(*modules: str) -> DefaultContext:

@@ -43,14 +43,14 @@ from seqloom.dist import (
     joined_rank,
     launched_rank,
 )
-from seqloom.dist.process_group import check_cores, check_gpus, node_size, ranks_per_gpu, shares_gpu
+from seqloom.dist.process_group import check_gpus, node_size, ranks_per_gpu, shares_gpu
 from seqloom.errors import LeftEarly, SeqloomError
 from seqloom.models import use_float8
 from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.planners.plan_ahead import end_with_parent
 from seqloom.train.config import Config
-from seqloom.train.fork_server import allocator_advice, allocator_environment, start_fork_server
+from seqloom.train.fork_server import allocator_advice, allocator_environment, check_cores, start_fork_server
 from seqloom.train.logging import StartUp
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
 from seqloom.train.run_folder import RunLock

@@ -52,7 +52,7 @@ class StepRecord:
     idle_share: float | None = None  # share of the ranks' time in the step that they wait, by the simulator
     planner: str = ""
     plan_hash: str = ""
-    shape: str = ""  # the plan's pipelines, each as tensor degree x stages / ranks: ``2x2/4, 1x1/2 x 2``
+    shape: str = ""  # the plan's pipelines, each tensor degree, stages, ranks: ``t2p2 on 4, 2 of t1p1 on 2``
     fallback: bool = False  # the planner was late or failed, so that the fallback planner made the plan
     factors: str = ""  # `Factors.digest` of the factors by which the plan was made; "": the profile as it is
     slowest: float | None = None  # learned speed of the slowest rank, relative to the median rank; None: all are alike

@@ -79,7 +79,7 @@ from seqloom.train.run_folder import REPORT_FILE, DamagedCheckpointError, resume
 from seqloom.train.setup import RunSetup, strategy_notes, warm_up_plans, write_strategies
 from seqloom.train.signals import blocked_signals
 from seqloom.train.step_checks import FAILED, CheckFailedError, Dump, StepChecks, write_dump
-from seqloom.view.report import ReportRun, ReportStep, rank_word, save_report
+from seqloom.view.report import ReportRun, ReportStep, save_report
 from seqloom.view.trace import MeasuredSlice, save_trace
 
 if TYPE_CHECKING:
@@ -382,7 +382,7 @@ class Trainer(AbstractContextManager):
         elif file.exists():
             return  # no step was left to do
         run = ReportRun([record.as_dict() for record in read_steps(self.config.metrics)], totals)
-        title = f"{self.config.run.output.name}: {totals['steps']:,} steps on {cost.ranks:,} {rank_word(cost)}s"
+        title = f"{self.config.run.output.name}: {totals['steps']:,} steps on {cost.ranks:,} {cost.rank_word}s"
         notes = [f"{cost.cluster.name}, {cost.model.name}, profile {cost.profile.name}, {cost.sharding} sharding"]
         save_report(file, title, steps, cost, notes=notes, run=run)
 

@@ -191,7 +191,7 @@ def step_legend(simulations: Sequence[Simulation]) -> list[tuple[str, str, float
     named: dict[str, list[int]] = {}
     for degree in degrees:
         named.setdefault(degree_colour(degree), []).append(degree)
-    entries = [("", "GPUs per group:", 1.0)]
+    entries = [("", "ranks per group:", 1.0)]
     entries += [(colour, ", ".join(map(str, own)), 1.0) for colour, own in named.items()]
     middle = degree_colour(degrees[len(degrees) // 2]) if degrees else END_COLOUR
     entries += [(middle, "forward (fainter)", FORWARD_OPACITY), (middle, "backward", 1.0)]
@@ -230,7 +230,7 @@ def add_histogram(picture: Picture, lengths: Sequence[int]) -> None:
 
 def plan_picture(plan: Plan, simulation: Simulation, bound_ns: int | None, notes: Sequence[str]) -> Picture:
     """Draw a plan: lengths of its documents, and the timeline of its step with the lower bound; `notes` come first."""
-    picture = Picture(f"A step of {len(plan.documents):,} sequences on {simulation.ranks} GPUs")
+    picture = Picture(f"A step of {len(plan.documents):,} sequences on {simulation.ranks} ranks")
     gap = "" if bound_ns is None else f", {percent(simulation.step_ns / bound_ns - 1)} % above the bound"
     picture.heading(f"{picture.title}: {duration(simulation.step_ns)}{gap}", *notes)
     add_histogram(picture, plan.documents)

@@ -128,7 +128,7 @@ def report_html(
         "kinds": [KINDS.get(kind, "message") for kind in EventKind],
         "pale": sorted(int(kind) for kind in PALE),
         "colours": COLOURS,
-        "unit": rank_word(cost),
+        "unit": cost.rank_word,
         "staged": staged,
         "chosen": min(range(len(steps)), key=lambda k: steps[k].simulation.step_ns, default=None),
         "steps": [_step_content(step, cost) for step in steps],
@@ -142,11 +142,6 @@ def report_html(
         script=resources.joinpath("report.js").read_text(encoding="utf-8"),
         data=_script_json(content),
     )
-
-
-def rank_word(cost: CostModel) -> str:
-    """Return what a report calls a rank: "GPU", or "rank" where ranks are processes on CPUs."""
-    return "rank" if cost.cluster.device.name == "CPU" else "GPU"
 
 
 def _script_json(content: Any) -> str:

@@ -29,6 +29,8 @@ BAR_CELLS = 20
 """Cells of a full bar of the histogram, where the console is wide enough."""
 BESIDE_BARS = 44
 """Characters of a row of the histogram that are not bars: label, two numbers, and what stands between."""
+GROUPS_LEGEND = "groups: 2 of 4 are two groups of four ranks each"
+SHAPE_LEGEND = "u2r4: Ulysses degree 2, ring of 4; u2g4: keys and values are gathered in the place of the ring"
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 Figures = Mapping[str, Sequence[float]]
@@ -39,8 +41,8 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
     """Draw one row per round, and the step below.
 
     Idle and comm are shares of the rank-time that a round holds; in the last row, of all rank-time of the step. Groups
-    are written count x degree, the widest first; stages whose groups differ are separated by a bar. What rounds
-    recompute, if they do, stands below.
+    are written count of degree, the widest first; stages whose groups differ are separated by a bar. What that means,
+    and what rounds recompute, if they do, stands below.
     """
     columns = ("round", "groups", "tokens", "longest", "ms", "idle %", "comm %")
     table = table_of(columns, left=("groups",), folding="groups")
@@ -57,10 +59,12 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
     sizes = f"{plan.tokens:,}", f"{max(plan.documents):,}"
     times = milliseconds(simulation.step_ns), percent(simulation.idle_share), percent(simulation.comm_share)
     table.add_row("step", f"{len(simulation.rounds)} rounds", *sizes, *times, style="bold")
+    lines = [GROUPS_LEGEND]
     if any(text for _, text in recomputed):
         runs = [(text, [name for name, _ in run]) for text, run in groupby(recomputed, key=itemgetter(1))]
         said = [f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} {text}" for text, names in runs if text]
-        table.caption, table.caption_justify = f"recomputed: round {'; round '.join(said)}", "left"
+        lines.append(f"recomputed: round {'; round '.join(said)}")
+    table.caption, table.caption_justify = "\n".join(lines), "left"
     return table
 
 
@@ -80,14 +84,14 @@ def recompute_text(current: Round) -> str:
 
 
 def groups_of_round(current: Round) -> str:
-    """Write the groups of a round by degree: ``2x32 1x16``; stages with other groups follow after a bar."""
+    """Write the groups of a round by degree: ``2 of 32, 1 of 16``; stages with other groups follow after a bar."""
     return " | ".join(dict.fromkeys(degree_text(work.groups) for work in current.by_stage))
 
 
 def degree_text(groups: Iterable[Group]) -> str:
     """Write how many groups have each degree, the widest first."""
     count = Counter(group.degree for group in groups)
-    return " ".join(f"{count[degree]}x{degree}" for degree in sorted(count, reverse=True))
+    return ", ".join(f"{count[degree]} of {degree}" for degree in sorted(count, reverse=True))
 
 
 def comparison_table(results: Mapping[str, Figures], starred: Collection[str] = ()) -> Table:
@@ -163,6 +167,8 @@ def explanation_table(explanation: Explanation) -> Table:
             one.next_best or "-",
             "-" if one.next_ns is None else milliseconds(one.next_ns),
         )
+    if any(one.next_best for one in explanation.classes):
+        table.caption, table.caption_justify = SHAPE_LEGEND, "left"
     return table
 
 

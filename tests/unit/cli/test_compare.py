@@ -1,3 +1,5 @@
+import csv
+
 import pytest
 
 from seqloom.cli.compare import planner_names
@@ -109,3 +111,26 @@ def test_a_planner_named_twice_counts_once():
     assert planner_names(" flex, static:64,,flex ") == ["flex", "static:64"]
     with pytest.raises(SeqloomError):
         planner_names("")
+
+
+def test_a_planner_that_cannot_plan_costs_its_row_only(run):
+    line = "compare --lengths lengths.txt --profile flexsp-a100 --cluster 1x8xA100-40G --model gpt-7b"
+    out = " ".join(run(f"{line} --max-length 20000 --planners static,te-cp,flex").out.split())
+    assert "te-cp: not planned, profile flexsp-a100 has no constants" in out
+    report = run(f"{line} --max-length 20000 --planners static,te-cp,flex --json").json
+    assert list(report["planners"]) == ["static", "flex"] and list(report["refused"]) == ["te-cp"]
+    alone = run(f"{line} --max-length 20000 --planners te-cp")
+    assert alone.code == 2 and "has no constants" in alone.err
+
+
+def test_a_table_for_spreadsheets(run, folder):
+    line = "compare --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --planners static,flex --batch-size 6"
+    report = run(f"{line} --batches 2 --csv table.csv --json").json
+    rows = list(csv.DictReader((folder / "table.csv").open()))
+    assert [(row["planner"], row["batch"]) for row in rows] == [
+        ("static", "0"),
+        ("flex", "0"),
+        ("static", "1"),
+        ("flex", "1"),
+    ]
+    assert [float(row["step_ms"]) for row in rows if row["planner"] == "flex"] == report["planners"]["flex"]["step_ms"]

@@ -22,6 +22,15 @@ def test_every_cluster_and_profile_that_is_listed_can_be_used(run):
     assert json.dumps(shown) and set(shown) == {"models", "clusters", "devices", "samplers", "profiles", "planners"}
 
 
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_devices_say_where_their_figures_come_from(run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    out = " ".join(run("list devices").out.split())
+    assert "AMD Instinct MI300X data sheet: seven links" in out and ("Sources: A100-40G: NVIDIA" in out) == (
+        columns == "80"
+    )
+
+
 def test_an_unknown_kind_is_refused(run):
     refused = run("list modells")
     assert refused.code == 2 and "did you mean models" in refused.err
@@ -33,7 +42,7 @@ def test_an_unknown_kind_is_refused(run):
         ({"cluster": 8}, "cluster 8 is no cluster"),
         ({"model": 3}, "model 3 is no model"),
         ({"planner": None}, "planner None is no name"),
-        ({"seed": "x"}, "seed 'x' is not a whole number"),
+        ({"seed": "x"}, "seed is 'x'; give a whole number"),
         ({"clutser": 1}, "did you mean cluster"),
         ({"planner": "flex", "evaluation": 3}, "unknown option of planner flex 'evaluation'"),
     ],

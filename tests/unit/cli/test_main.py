@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -21,6 +22,23 @@ def test_every_verb_has_help_with_an_example(run):
         assert shown.code == 0
         assert f"seqloom {verb}" in shown.out.partition("Example")[2], f"{verb} --help shows no example"
         assert "--json" in shown.out
+
+
+def test_the_list_of_verbs_has_whole_sentences(run):
+    shown = run("--help").out
+    assert "..." not in shown.partition("Commands:")[2] and "how far it is from the bound" in " ".join(shown.split())
+
+
+def test_the_shell_completes_verbs_and_options():
+    def completed(words: str) -> list[str]:
+        asked = {"_SEQLOOM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        shown = subprocess.run(
+            [sys.executable, "-m", "seqloom"], env=os.environ | asked, capture_output=True, text=True
+        )
+        return shown.stdout.split()
+
+    assert completed("seqloom comp") == ["compare"]
+    assert completed("seqloom plan --lengt") == ["--lengths"]
 
 
 def test_unknown_option_and_verb_exit_with_2(run):

@@ -164,7 +164,7 @@ def test_nan_in_an_array_and_a_wrong_column_are_refused(refused, folder):
     ("options", "nearest"),
     [
         ("--lengths wikipdia --cluster 1x8xH200 --model llama3-8b", "wikipedia"),
-        ("--lengths lengths.txt --cluster 8x8xH20 --model llama3-8b", "H200"),
+        ("--lengths lengths.txt --cluster 8x8xH2O --model llama3-8b", "H200"),
         ("--lengths lengths.txt --cluster 1x8xH200 --model lama3-8b", "llama3-8b"),
         ("--lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --profile h2000", "h200"),
         ("--lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --planner flexx", "flex"),
@@ -272,3 +272,44 @@ def test_refused_documents(refused, folder):
     assert "has no chat template" in refused(f"{plan} --lengths chats.jsonl --tokenizer bytes")
     assert "does not exist" in refused(f"{plan} --lengths gone.jsonl")
     assert "no file matches" in refused(f"{plan} --lengths gone*.jsonl")
+
+
+def test_without_lengths_those_of_a_published_sampler_are_planned_and_named(run):
+    out = run(f"plan {BOX} --planner static --batch-size 16").out
+    assert "sampler wikipedia: quantiles of 800,000 Wikipedia documents" in " ".join(out.split())
+
+
+def test_a_sequence_longer_than_a_batch_is_named(run):
+    line = f"plan --lengths lengths.txt {BOX} --planner static --tokens-per-batch 100"
+    said = "a sequence of 512 tokens is longer than a batch of 100: it is one of its own"
+    assert said in " ".join(run(line).out.split())
+    assert run(f"{line} --json").json["over"] == 512
+    assert run(f"{line}00 --json").json["over"] == 0
+
+
+def test_a_budget_above_what_a_gpu_has_is_named(run):
+    line = f"plan --lengths lengths.txt {BOX} --planner static"
+    assert "500.0 GiB per GPU (a device has 140)" in " ".join(run(f"{line} --budget-gib 500").out.split())
+    assert "a device has" not in run(line).out
+
+
+def test_processes_on_cpus_are_called_ranks(run, folder):
+    out = run("plan --lengths lengths.txt --cluster 1x4xCPU --model gpt2 --planner static --max-length 1024").out
+    assert "GiB per rank" in out and "GPU" not in out
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache(run, refused, tmp_path, monkeypatch):
+    """Only config.json is read; what is not in the cache is not fetched."""
+    import huggingface_hub.constants
+
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"intermediate_size": 128, "vocab_size": 100, "num_key_value_heads": 2}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    line = "--lengths lengths.txt --cluster 1x8xH200 --planners static --json"
+    assert run(f"compare {line} --model some/model").json["model"] == "some/model"
+    assert "has no config.json in the Hugging Face cache" in refused(f"compare {line} --model some/other")

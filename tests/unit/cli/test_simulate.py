@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import seqloom
+from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.flex import plan_flex
 from seqloom.simulate import predicted_ns
@@ -41,6 +42,53 @@ def test_it_says_what_planning_said(run):
     assert report["plan"] == "plan.json"
     assert report["plan_ms"] is None
     assert report["nic_share"] == {"busiest": 0, "mean": 0}  # one node
+
+
+@pytest.mark.parametrize("suffix", ["json", "txt"])
+def test_a_plan_file_alone_suffices(run, suffix):
+    """Content and options are in the file: other names of presets, or none at all, change nothing."""
+    limits = "--max-length 40000 --budget-gib 100"
+    made = run(f"plan --lengths lengths.txt {BOX} --planner adaptive {limits} --out plan.{suffix} --json").json
+    report = run(f"simulate plan.{suffix} --json").json
+    same = ("step_ms", "bound_ms", "plan_hash", "cluster", "model", "profile", "budget_gib")
+    assert {key: report[key] for key in same} == {key: made[key] for key in same}
+    assert report["differences"] == []
+
+
+def test_given_options_win_and_differences_are_named(run):
+    run(f"plan --lengths lengths.txt {BOX} --planner adaptive --out plan.json")
+    report = run("simulate plan.json --cluster 1x8xH100 --json").json
+    assert (report["cluster"], report["profile"], report["budget_gib"]) == ("8xH100", "h100", 72)
+    assert report["differences"] == [
+        "made for cluster 8xH200, here it is cluster 8xH100",
+        "made for profile h200, here it is profile h100",
+        "made with budget_gib 126.0, here it is 72.0",
+    ]
+    out = run("simulate plan.json --budget-gib 120").out
+    assert "made with budget_gib 126.0, here it is 120.0" in out and "made for" not in out
+
+
+def test_a_plan_of_python_says_what_it_was_made_for(plan, lengths, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.made_for == plan.made_for and loaded.hash == plan.hash
+    there = seqloom.simulate(loaded)
+    assert there.step_ns == seqloom.simulate(plan, cluster="1x8xH200", model="llama3-8b").step_ns
+    bare = replace(plan, made_for=None)
+    assert bare == plan and bare.hash == plan.hash and "made_for" not in bare.to_json()
+    with pytest.raises(seqloom.SeqloomError, match="does not say for which cluster it was made"):
+        seqloom.simulate(bare)
+
+
+def test_what_a_file_says_it_was_made_for_is_read_strictly(refused, plan, folder):
+    for change, message in [
+        ({"cluster": 3}, "made_for of the plan.cluster is 3; give a JSON object"),
+        ({"cluter": {}}, "made_for of the plan: unknown key 'cluter'; did you mean cluster?"),
+        ({"budget_gib": -1}, "made_for of the plan.budget_gib is -1; give a number of GiB above 0"),
+        ({"profile": {"kind": "other"}}, "made_for of the plan.profile: kind is 'other'"),
+    ]:
+        (folder / "plan.json").write_text(replace(plan, made_for=plan.made_for | change).to_json())
+        assert message in refused("simulate plan.json")
 
 
 def test_text_has_table_and_timeline(run, planned):

@@ -124,5 +124,5 @@ def test_every_shape_stands_with_latents_and_without():
     assert not any(shape.latent for shape in without)
     assert {shape._replace(latent=False) for shape in with_latents} == {*without}
     assert len(with_latents) == 2 * len(without)
-    assert str(GroupShape(2, 8, Method.GATHER, True, True)) == "2x8grl"
+    assert str(GroupShape(2, 8, Method.GATHER, True, True)) == "u2g8 routed latent"
     assert GroupShape.of(Group((0, 1), 2, 1, (Span(0, 0, 4),), latent=True)) == GroupShape(2, 1, latent=True)

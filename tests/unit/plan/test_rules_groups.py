@@ -22,6 +22,7 @@ from seqloom.plan import (
     StageMicroBatch,
     sort_groups,
 )
+from seqloom.plan.rules import groups as groups_rules
 from support.refusals import refused
 
 LONG = Group((0, 1, 4, 5), 2, 2, (Span(0, 0, 100),), route=Route((0, 1, 4, 5), 2))
@@ -109,5 +110,5 @@ def test_pairs_are_counted(spans: tuple[Span, ...], text: str) -> None:
 
 
 def test_a_schedule_with_a_hole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqloom.plan.rules.groups.wrong_chunks", lambda ring, method: (3, 1) if ring == 2 else None)
+    monkeypatch.setattr(groups_rules, "wrong_chunks", lambda ring, method: (3, 1) if ring == 2 else None)
     refused(plan(), "pairs", "ring 2 with method ring computes query chunk 3 x key chunk 1")

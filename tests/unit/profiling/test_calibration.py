@@ -57,8 +57,8 @@ def test_trials_are_legal_and_give_all_groups_the_same(ranks, sharding):
 
 def test_a_trial_in_words():
     plans = list(trial_plans(cost_of(START, ranks=2), 2048))
-    assert describe_trial(plans[0]) == "2 of 1x1, each 1 x 64 tokens"
-    assert "1 of 2x1, each 1 x 128 tokens, 3 rounds" in map(describe_trial, plans)
+    assert describe_trial(plans[0]) == "2 of u1r1, each 1 x 64 tokens"
+    assert "1 of u2r1, each 1 x 128 tokens, 3 rounds" in map(describe_trial, plans)
 
 
 def test_one_rank_measures_a_profile(monkeypatch):

@@ -176,9 +176,9 @@ def test_the_cluster_of_a_launcher_is_made_of_its_gpus(monkeypatch, gpu, describ
 
 def test_a_gpu_that_nobody_has_described_is_refused(monkeypatch):
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch, "gpu_name", lambda: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(launch, "gpu_name", lambda: "NVIDIA GeForce RTX 3090")
     with pytest.raises(
-        SeqloomError, match=r"'NVIDIA GeForce RTX 4090' is none of those described .*A100-40G.*name the"
+        SeqloomError, match=r"'NVIDIA GeForce RTX 3090' is none of those described .*A100-40G.*name the"
     ):
         launch.spell_nodes([JobRank(0, 1, 0, 1)])
 

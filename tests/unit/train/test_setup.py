@@ -277,7 +277,7 @@ def test_a_warm_up_plan_has_work_for_every_pipeline(tmp_path):
     setup = RunSetup.load(strategy_config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS)
     [plan] = warm_up_plans(setup.planners.strategies, setup.cost)
     plan.validate()
-    assert plan_shape(plan) == "1x2/2, 2x1/2" and len(plan.documents) == 4 and plan.tokens < 32
+    assert plan_shape(plan) == "t1p2 on 2, t2p1 on 2" and len(plan.documents) == 4 and plan.tokens < 32
 
 
 def test_a_step_has_so_many_tokens(tmp_path):

@@ -46,14 +46,15 @@ def test_plan_table(ascii_only):
     plan, simulation = small()
     text = text_of(plan_table(plan, simulation), ascii_only=ascii_only)
     lines = [line for line in text.splitlines() if line.strip("|+-─ ")]
-    header, *rows, below = lines
+    header, *rows, legend, below = lines
+    assert legend.strip() == "groups: 2 of 4 are two groups of four ranks each"
     assert below.strip() == "recomputed: round 0 to 1 selective"
     names = header.replace("|", " ").split()
     assert " ".join(names) == "round groups tokens longest ms idle % comm %"
     assert [row.replace("|", " ").split()[0] for row in rows] == ["0", "1", "step"]
-    first = rows[0].replace("|", " ").split()
-    assert first[1:5] == ["1x4", "1x1", "61,000", "60,000"]
-    assert first[5] == milliseconds(simulation.rounds[0].time_ns)
+    first = rows[0].replace("|", " ").replace("1 of 4, 1 of 1", "groups").split()
+    assert first[1:4] == ["groups", "61,000", "60,000"]
+    assert first[4] == milliseconds(simulation.rounds[0].time_ns)
     assert rows[2].replace("|", " ").split()[-3:] == [
         milliseconds(simulation.step_ns),
         percent(simulation.idle_share),
@@ -76,13 +77,15 @@ def test_what_rounds_recompute_stands_below():
 
     def below(*works):
         changed = replace(plan.pipelines[0], rounds=tuple(Round((work,)) for work in works))
-        return plan_table(replace(plan, pipelines=(changed,)), simulation).caption
+        legend, _, lines = plan_table(replace(plan, pipelines=(changed,)), simulation).caption.partition("\n")
+        assert legend == "groups: 2 of 4 are two groups of four ranks each"
+        return lines
 
     none, full = (
         replace(first, checkpoint=Checkpoint.NONE),
         replace(second, checkpoint=Checkpoint.FULL, offloaded_layers=2),
     )
-    assert below(none, replace(second, checkpoint=Checkpoint.NONE)) is None
+    assert below(none, replace(second, checkpoint=Checkpoint.NONE)) == ""
     assert below(none, full) == "recomputed: round 1 full, 2 layers offloaded"
     mixed = "recomputed: round 0 selective, 5 layers none; round 1 full, 2 layers offloaded"
     assert below(replace(first, lighter_layers=5), full) == mixed
@@ -91,11 +94,11 @@ def test_what_rounds_recompute_stands_below():
 def test_groups_are_counted_by_degree_the_widest_first():
     span = (Span(0, 0, 10),)
     groups = [Group((0,), 1, 1, span), Group((1, 2), 2, 1, span), Group((3, 4), 1, 2, span)]
-    assert degree_text(groups) == "2x2 1x1"
+    assert degree_text(groups) == "2 of 2, 1 of 1"
     work = StageMicroBatch(tuple(groups), Checkpoint.NONE)
     other = StageMicroBatch((groups[0],), Checkpoint.NONE)
-    assert groups_of_round(Round((work, work))) == "2x2 1x1"
-    assert groups_of_round(Round((work, other))) == "2x2 1x1 | 1x1"
+    assert groups_of_round(Round((work, work))) == "2 of 2, 1 of 1"
+    assert groups_of_round(Round((work, other))) == "2 of 2, 1 of 1 | 1 of 1"
 
 
 def figures(step, plan_ms):
@@ -178,9 +181,9 @@ def test_letters_of_ranks_and_their_legend():
         "0  AAAA c.BB",  # rank 5 is in no pipeline
         "1  BBbb AAAA",
         "",
-        "A  2x2: tensor 2, 2 stages",
-        "B  1x1u2: tensor 1, 1 stage, Ulysses 2",
-        "C  1x1: tensor 1, 1 stage",
+        "A  t2p2: tensor 2, 2 stages",
+        "B  t1p1u2: tensor 1, 1 stage, Ulysses 2",
+        "C  t1p1: tensor 1, 1 stage",
     ]
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.errors import MemoryBudgetError, drop_longer
+from seqloom.errors import MemoryBudgetError, how_to_drop
 from seqloom.planners.compiled import kernels
 from seqloom.planners.hydraulis.strategy import ConfigCosts, Strategy
 from seqloom.planners.loops import DispatchProblem, PipelineLoads
@@ -79,7 +79,7 @@ def rank_strategies(
         longest, limit = int(tokens.argmax()), max(limits, default=0)
         raise MemoryBudgetError(
             f"sequence {longest} has {tokens[longest]} tokens, but no pipeline of {len(limits)} candidate strategies "
-            f"holds more than {limit}; {drop_longer(limit)}, propose strategies for documents of "
+            f"holds more than {limit}; {how_to_drop(limit)}, propose strategies for documents of "
             f"{tokens[longest]} tokens, raise the memory budget or use more GPUs"
         )
     holding = [k for k, limit in enumerate(limits) if limit >= tokens.max()]

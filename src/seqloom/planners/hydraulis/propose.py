@@ -20,7 +20,7 @@ from math import gcd
 
 import numpy as np
 
-from seqloom.errors import MemoryBudgetError, drop_longer
+from seqloom.errors import MemoryBudgetError, how_to_drop
 from seqloom.planners.hydraulis.dispatch import assign, lower_bound, problem_of
 from seqloom.planners.hydraulis.strategy import (
     ConfigCost,
@@ -69,7 +69,7 @@ def propose(
     if most_tokens < data.max():
         raise MemoryBudgetError(
             f"the longest document has {data.max()} tokens, but the largest of {len(legal)} parallel configs holds "
-            f"{most_tokens}; {drop_longer(most_tokens)}, raise the memory budget or use more GPUs"
+            f"{most_tokens}; {how_to_drop(most_tokens)}, raise the memory budget or use more GPUs"
         )
     histogram = Histogram.of(data, tokens_per_step, limits)
     samples = [data] if tokens_per_step is None else list(sample_steps(data, limits, tokens_per_step, seed))

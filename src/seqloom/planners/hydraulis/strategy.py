@@ -46,9 +46,9 @@ class ParallelConfig(NamedTuple):
         return self.stages * self.ranks_per_stage
 
     def __str__(self) -> str:
-        """Tensor x stages, Ulysses and ring if above 1, ``g`` for resharding: ``4x2``, ``2x1u4``, ``1x1u8r2g``."""
+        """Tensor degree and stages, Ulysses and ring if above 1: ``t4p2``, ``t2p1u4``, ``t1p1u8r2 resharded``."""
         inside = (f"u{self.ulysses}" if self.ulysses > 1 else "") + (f"r{self.ring}" if self.ring > 1 else "")
-        return f"{self.tensor}x{self.stages}{inside}" + "g" * self.reshard_after_forward
+        return f"t{self.tensor}p{self.stages}{inside}" + " resharded" * self.reshard_after_forward
 
 
 _DEGREES = ParallelConfig._fields[:4]
@@ -122,9 +122,9 @@ class Strategy:
         return max(pipe.max_tokens for pipe in self.pipelines)
 
     def __str__(self) -> str:
-        """Write the parallel configs with their counts: ``16x1, 4x1 x 12``."""
+        """Write the parallel configs with their counts: ``t16p1, 12 of t4p1``."""
         counts = Counter(pipe.parallel for pipe in self.pipelines)
-        return ", ".join(f"{parallel}" + (f" x {count}" if count > 1 else "") for parallel, count in counts.items())
+        return ", ".join((f"{count} of " if count > 1 else "") + str(parallel) for parallel, count in counts.items())
 
     def as_dict(self) -> dict[str, Any]:
         """``{"pipelines": [{"stages", "tensor", "ulysses", "ring", "ranks", "longest"}]}``."""

@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes, pipeline_limits, pp_rank_bytes
 from seqloom.describe import Batch
-from seqloom.errors import MemoryBudgetError, PlanError, SeqloomError, drop_longer, unknown_name
+from seqloom.errors import MemoryBudgetError, PlanError, SeqloomError, how_to_drop, unknown_name
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches, MicroBatchSize, make_micro_batches
@@ -488,7 +488,7 @@ class PipelineSearch:
             return MemoryBudgetError(
                 f"sequence {longest} has {tokens} tokens, more than the {pp_size} stages of "
                 f"{self.layout.ranks_per_stage} ranks hold even in pieces, recomputed and in host memory (about {fits} "
-                f"tokens); {drop_longer(fits)}, {self.cost.optimiser_way_out}raise the memory budget, use more stages "
+                f"tokens); {how_to_drop(fits)}, {self.cost.optimiser_way_out}raise the memory budget, use more stages "
                 "or more GPUs"
             )
         if len(self.schedules) > 1:
@@ -500,7 +500,7 @@ class PipelineSearch:
         return MemoryBudgetError(
             f"schedule {self.schedules[0]!r} cannot run this batch in {self.cost.budget_bytes / GIB:.1f} GiB per GPU: "
             f"sequence {longest} of {tokens} tokens is near what {pp_size} stages hold (about {fits}); take schedule "
-            f"'auto', raise the memory budget, use more stages, or {drop_longer(fits)}"
+            f"'auto', raise the memory budget, use more stages, or {how_to_drop(fits)}"
         )
 
 

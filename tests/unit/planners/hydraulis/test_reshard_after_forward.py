@@ -39,7 +39,7 @@ def alone(config, longest):
 def test_a_scheme_says_so_only_where_it_is():
     gathered = PipelineConfig(ParallelConfig(2, 2, 2, reshard_after_forward=True), tuple(range(8)), 100)
     assert (
-        str(gathered.parallel) == "2x2u2g"
+        str(gathered.parallel) == "t2p2u2 resharded"
         and PipelineConfig.from_dict(json.loads(json.dumps(gathered.as_dict()))) == gathered
     )
     plain = replace(gathered, parallel=ParallelConfig(2, 2, 2))
