@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("titan_run.py")
 def run(ranks: int, *words: str) -> list[tuple[float, float]]:
     """Loss and norm of every step of a run on so many processes."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*torchrun, str(SCRIPT), *words], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*torchrun, str(SCRIPT), *words], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4_000:]
     return [tuple(each) for each in json.loads(done.stdout.splitlines()[-1])]
 
