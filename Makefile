@@ -20,6 +20,8 @@ PLANS ?= 2000
 STEPS ?= 5000
 BATCHES ?= 1000000
 PYTHON2 ?= $(BIN)/python
+# Hosts whose plug-ins `make test-plugins` tests; none named: all.
+HOSTS ?=
 # `make fuzz`, `make test-faults` and `make soak` end after so many seconds each, and go on where they have ended.
 LIMIT_S ?= 3600
 # The first interpreter that runs and is new enough; override with `make PYTHON=/path/to/python demo`.
@@ -39,7 +41,7 @@ INPUTS := pyproject.toml constraints.txt
 # Traces of a step: other work on the GPU or the cores would move its kernels.
 ALONE := tests/gpu/test_host_gpu.py tests/nccl/test_overlap_nccl.py
 
-.PHONY: help demo docs fuzz soak test test-browser test-faults test-full test-gpu test-cluster lint format types layers bench wheel clean
+.PHONY: help demo docs fuzz soak test test-browser test-faults test-full test-gpu test-cluster test-plugins lint format types layers bench wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,7 +54,7 @@ test: lint layers types  ## style, layers, types, then every test that takes sec
 
 test-full: lint layers types  ## the longer set: slow tests, more examples; logged to build/test-full.log
 	@mkdir -p build
-	set -o pipefail; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not nccl and not cluster" \
+	set -o pipefail; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not nccl and not cluster and not plugins" \
 		--hypothesis-profile=full --timeout=1800 --durations=20 2>&1 | tee build/test-full.log
 
 test-gpu: $(DEV_READY)  ## kernels on a GPU, then 2, 4 and 8 ranks over NCCL that share it; without a GPU it says so
@@ -65,6 +67,9 @@ test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on t
 
 test-browser: $(DEV_READY)  ## reports in a headless Chromium, with screenshots in build/browser; without one it says so
 	$(BIN)/python -m pytest -m browser -n 0 -p no:cacheprovider tests/browser
+
+test-plugins: $(DEV_READY)  ## plug-ins with the real torchtitan, Megatron-Core, verl, SkyRL and Ray: make test-plugins HOSTS="verl ray"
+	$(BIN)/python tests/plugins/run.py $(HOSTS)
 
 fuzz: $(DEV_READY)  ## changed files for every reader, layouts and plans element by element: make fuzz CASES=1000000
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --jobs $(JOBS) --seconds $(LIMIT_S) --state build/fuzz.json --out $(OUT)/fuzz.json

@@ -7,8 +7,8 @@
     slime_schedule(args, config, lengths, ...)         slime       build_dp_schedule
 
 Every sequence is placed once, no part is empty, and no micro-batch has more tokens than its cap. Each function also
-runs the algorithm that its host publishes, and returns that one's answer where it is better: it is never slower. None
-of the hosts is imported, nor torch.
+runs the algorithm of its host (differencing, first-fit decreasing, least loaded first, first-fit and halving), and
+returns that one's answer where it is better: it is never slower. None of the hosts is imported, nor torch.
 
 `work` says what a sequence costs: a function from lengths to numbers, such as `document_work(cost_model(...))`.
 """
@@ -31,6 +31,8 @@ Parts = list[list[int]]
 """Numbers of sequences, part by part."""
 CHANGES = 2_000
 """Exchanges that a balance looks at; a count, so that the same lengths have the same answer anywhere."""
+EXCHANGED = 4
+"""Candidates of micro-batches that are improved by exchanges: the fastest ones."""
 
 
 def attention_work(lengths: Sequence[int]) -> list[int]:
@@ -301,18 +303,33 @@ def _micro_batches(lengths: Sequence[int], capacity: int, ranks: int, least: int
             "(context parallelism), or leave the longest out"
         )
     weights = [*map(int, work(lengths))]
-    packed = first_fit(lengths, capacity, sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)))
-    count = -(-max(len(packed), least) // multiple) * multiple
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    packed = [
+        first_fit(lengths, capacity, longest_first),
+        first_fit(lengths, capacity, range(len(lengths))),
+        least_loaded(lengths, capacity, longest_first),
+    ]
+    counts = [-(-max(len(each), least) // multiple) * multiple for each in packed]
+    count = min(counts)
     _check_count(len(lengths), count)
-    arrived = first_fit(lengths, capacity, range(len(lengths)))
-    found = [split_largest(packed, lengths, count)]
-    if (more := -(-max(len(arrived), least) // multiple) * multiple) <= len(lengths):
-        found.append(split_largest(arrived, lengths, more))
+    found = [
+        grow([[*part] for part in each], lengths, most)
+        for each, most in zip(packed, counts, strict=True)
+        if most <= len(lengths)
+        for grow in (split_largest, halve_largest, shorten_longest)
+    ]
     balanced = [largest_differencing(weights, count), _capped_longest_first(lengths, weights, capacity, count)]
     found += [_without_empty(each, weights) for each in balanced if each is not None]
     found = [each for each in found if max(_loads(each, lengths)) <= capacity]
-    found += [_exchange([[*part] for part in each], weights, lengths=lengths, capacity=capacity) for each in found]
-    best = min(found, key=lambda each: (step_work(each, weights, ranks), len(each), max(_loads(each, weights))))
+
+    def time(each: Parts) -> tuple[int, int, int]:
+        return step_work(each, weights, ranks), len(each), max(_loads(each, weights))
+
+    found.sort(key=time)
+    found += [
+        _exchange([[*part] for part in each], weights, lengths=lengths, capacity=capacity) for each in found[:EXCHANGED]
+    ]
+    best = min(found, key=time)
     loads = dict(zip(map(tuple, best), _loads(best, weights), strict=True))
     return [sorted(part) for part in sorted(best, key=lambda part: (-loads[tuple(part)], part))]
 
@@ -337,9 +354,50 @@ def first_fit(lengths: Sequence[int], capacity: int, order: Iterable[int]) -> Pa
     return bins
 
 
+def least_loaded(lengths: Sequence[int], capacity: int, order: Iterable[int]) -> Parts:
+    """Return bins of the worst-fit rule: in this order, each sequence into the emptiest bin, if that has room."""
+    bins: Parts = []
+    heap: list[tuple[int, int]] = []
+    for i in order:
+        if heap and heap[0][0] + lengths[i] <= capacity:
+            load, place = heap[0]
+            bins[place].append(i)
+            heapq.heapreplace(heap, (load + lengths[i], place))
+        else:
+            heapq.heappush(heap, (lengths[i], len(bins)))
+            bins.append([i])
+    return bins
+
+
+def shorten_longest(bins: Parts, lengths: Sequence[int], count: int) -> Parts:
+    """Return `count` bins: the latest sequences of the bins that had most of them open one each."""
+    sources = iter(sorted(range(len(bins)), key=lambda k: (-len(bins[k]), -k)))
+    source = next(sources)
+    while len(bins) < count:
+        while len(bins[source]) == 1:
+            source = next(sources)
+        bins.append([bins[source].pop()])
+    return bins
+
+
+def halve_largest(bins: Parts, lengths: Sequence[int], count: int) -> Parts:
+    """Return `count` bins: while there are fewer, the fullest bin that has two sequences is halved, longest first."""
+    while len(bins) < count:
+        able = [k for k, part in enumerate(bins) if len(part) > 1]
+        fullest = max(able, key=lambda k: (sum(lengths[i] for i in bins[k]), k))
+        halves: Parts = [[], []]
+        loads = [0, 0]
+        for i in sorted(bins[fullest], key=lambda i: -lengths[i]):
+            half = int(loads[0] > loads[1])
+            halves[half].append(i)
+            loads[half] += lengths[i]
+        bins[fullest] = halves[0]
+        bins.append(halves[1])
+    return bins
+
+
 def split_largest(bins: Parts, lengths: Sequence[int], count: int) -> Parts:
     """Return `count` bins: while there are fewer, the shortest sequence of the fullest bin that has two opens one."""
-    bins = [[*part] for part in bins]
     while len(bins) < count:
         fullest = max((part for part in bins if len(part) > 1), key=lambda part: sum(lengths[i] for i in part))
         shortest = min(fullest, key=lambda i: (lengths[i], i))

@@ -1,31 +1,48 @@
 """Dynamic context parallelism of Megatron-Core: groups for its `get_groups_and_subsamples`, and what a rank packs.
 
+Releases from 0.16, whose samples run one by one (hybrid context parallelism):
+
+    wrapper = HybridCPDataLoaderWrapper(iterator, config)              # of megatron.core.datasets.data_schedule
+    wrapper.cp_balancing_scheduler = HybridCPScheduler(cost, wrapper.cp_balancing_scheduler)
+
+The development branch, whose groups pack their samples (dynamic context parallelism):
+
     class Scheduler(DefaultDynamicCPScheduler):                        # of megatron.core.datasets.data_schedule
         def get_groups_and_subsamples(self, sample_id_seqlens):
             return dynamic_cp_groups(sample_id_seqlens, cost, max_seqlen_per_dp_cp_rank=self.max_seqlen_per_dp_cp_rank)
 
     scheduler_map["default_dynamic_cp"] = Scheduler
 
-Its rules: every sample is in one micro-batch; in each micro-batch every rank has samples; ranks with the same list are
-a group, of neighbours, whose size is a power of two that divides its first rank, or all ranks; no rank has more tokens
-than its cap. With interleaved pipelines the number of micro-batches is a multiple of their group's.
+Their rules: every sample is in one micro-batch; in each micro-batch every rank has samples; ranks with the same list
+are a group, of neighbours, whose size is a power of two that divides its first rank, or all ranks; no rank has more
+tokens than its cap, of a pack or of a sample. With interleaved pipelines the number of micro-batches is a multiple of
+their group's.
 
 Candidates are Megatron's own schedule, which gives a long document the least ranks that hold it, and schedules under
 limits of time, where it gets as many ranks as the limit asks for. In the fastest ones, by the cost model, sequences are
-moved while that saves time: the answer is never slower than Megatron's own. Nothing of Megatron is imported, nor torch.
+moved while that saves time: the answer is never slower than Megatron's own. Nothing of Megatron is imported, nor torch,
+except by `packed_seq_params`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape
 from seqloom.errors import SeqloomError
 from seqloom.planners.published.megatron import group_sizes, least_size, micro_batches
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+Schedule = Sequence[Sequence[Sequence[int]]]
+"""`schedule[micro-batch][rank]`: the ids of the samples of a rank's group."""
 
 LIMITS, LIMITS_RATIO = 12, 0.8
 """Time limits that are tried for groups, and the ratio of each to the one before."""
@@ -42,22 +59,26 @@ def dynamic_cp_groups(
     max_seqlen_per_dp_cp_rank: int,
     min_cp_size: int = 1,
     microbatch_group_size_per_vp_stage: int | None = None,
+    packed: bool = True,
+    rival: Schedule = (),
 ) -> list[list[list[int]]]:
     """Return `groups[micro-batch][rank]`, lists of sample ids: those of a rank's group.
 
     Args:
         sample_id_seqlens: (id, padded length) of every sample of the global batch.
         cost: prices sequences on groups; its ranks are all of data times context parallelism.
-        max_seqlen_per_dp_cp_rank: tokens that a rank may have in a micro-batch.
+        max_seqlen_per_dp_cp_rank: tokens that a rank may have at a time.
         min_cp_size: the smallest group.
         microbatch_group_size_per_vp_stage: of interleaved pipelines; None: any number of micro-batches.
+        packed: whether the samples of a group are one pack; otherwise they run one by one, and the cap holds each.
+        rival: a schedule of the same rules, another candidate.
     """
     ranks, multiple = cost.ranks, microbatch_group_size_per_vp_stage or 1
     ids = [sample for sample, _ in sample_id_seqlens]
     lengths = np.array([length for _, length in sample_id_seqlens], dtype=np.int64)
     _check(ids, lengths, max_seqlen_per_dp_cp_rank, ranks, min_cp_size, multiple)
     menu = [size for size in group_sizes(ranks) if size >= min_cp_size]
-    prices = _Prices.of(cost, lengths, menu, max_seqlen_per_dp_cp_rank)
+    prices = _Prices.of(cost, lengths, menu, max_seqlen_per_dp_cp_rank, packed=packed)
     published = [
         [_Group(len(group.ranks), [*group.documents]) for group in batch]
         for batch in micro_batches(lengths, max_seqlen_per_dp_cp_rank, ranks)
@@ -66,6 +87,8 @@ def dynamic_cp_groups(
     longest = max(prices.group_ns(group) for batch in found[0] for group in batch)
     limits = [round(longest * LIMITS_RATIO**power) for power in range(LIMITS)]
     found += [_within(limit, prices, fill=fill) for limit in limits for fill in (False, True)]
+    if rival:
+        found.append(_from_ranks(rival, ids))
     multiples = (_multiple(each, prices, multiple) for each in found)
     found = sorted((each for each in multiples if each is not None), key=prices.step_ns)
     if not found:
@@ -80,8 +103,39 @@ def dynamic_cp_groups(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HybridCPScheduler:
+    """Takes the place of a `BalancedCPScheduler` of Megatron-Core 0.16, and is never slower by the cost model.
+
+    Attributes:
+        cost: prices sequences on groups; its ranks are all of data times context parallelism.
+        host: the scheduler that it replaces: its cap counts, and its schedule is a candidate.
+    """
+
+    cost: CostModel
+    host: Any
+
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
+    ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+        """Return lengths and ids of the samples that each rank runs, `[micro-batch][rank]`, as the host does."""
+        if self.cost.ranks != self.host.total_hdp_gpus:
+            raise SeqloomError(
+                f"a cost model of {self.cost.ranks} ranks for {self.host.total_hdp_gpus} of data times context "
+                "parallelism: name a cluster of as many"
+            )
+        try:
+            _, rival = self.host.get_groups_and_subsamples(sample_id_seqlens, config)
+        except AssertionError:  # a sample that needs more than the largest power of two below the ranks
+            rival = ()
+        cap = self.host.max_seq_len_per_rank
+        ids = dynamic_cp_groups(sample_id_seqlens, self.cost, max_seqlen_per_dp_cp_rank=cap, packed=False, rival=rival)
+        length_of = dict(sample_id_seqlens)
+        return [[[length_of[sample] for sample in listed] for listed in batch] for batch in ids], ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedSequences:
-    """What Megatron's `PackedSeqParams` of a rank's micro-batch hold, as plain data; names are its own.
+    """What Megatron's `PackedSeqParams` of a rank's micro-batch hold, as plain data; `packed_seq_params` makes them.
 
     Attributes:
         sample_ids: the packed samples, in order.
@@ -134,6 +188,25 @@ def packed_sequences(
     )
 
 
+def packed_seq_params(packed: PackedSequences, cp_group: Any = None, device: Any = "cpu") -> PackedSeqParams:
+    """Return the `PackedSeqParams` of the installed Megatron-Core for a pack.
+
+    Args:
+        cp_group: the process group of the ranks `packed.cp_ranks`; None: Megatron's own.
+        device: of the tensors: that of queries and keys.
+    """
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    known = {each.name for each in fields(PackedSeqParams)}
+    values = {each.name: getattr(packed, each.name) for each in fields(packed) if each.name in known}
+    values = {
+        name: torch.tensor(value, dtype=torch.int32, device=device) if isinstance(value, tuple) else value
+        for name, value in values.items()
+    }
+    return PackedSeqParams(**values, cp_group=cp_group)
+
+
 # -- micro-batches under construction -----------------------------------------------
 
 
@@ -157,6 +230,7 @@ class _Prices:
         fixed: ns of a group before any document, by size.
         lengths, capacity: tokens of documents, and of a rank at most.
         menu, ranks: the legal sizes of groups, of which the last is all ranks.
+        packed: whether a group's documents are one pack.
     """
 
     ns: dict[int, list[int]]
@@ -165,22 +239,34 @@ class _Prices:
     capacity: int
     menu: list[int]
     ranks: int
+    packed: bool = True
 
     @classmethod
-    def of(cls, cost: CostModel, lengths: np.ndarray, menu: list[int], capacity: int) -> _Prices:
+    def of(
+        cls, cost: CostModel, lengths: np.ndarray, menu: list[int], capacity: int, *, packed: bool = True
+    ) -> _Prices:
         """Price documents as rings, Megatron's exchange of keys and values, without recomputation where that fits."""
         tables = cost.tables(lengths, cost.policies[0], [GroupShape(1, size) for size in menu])
         ns = {size: tables.cost[:, row].max(axis=0).tolist() for row, size in enumerate(menu)}
         fixed = {size: int(tables.fixed[:, row].max()) for row, size in enumerate(menu)}
-        return cls(ns, fixed, lengths.tolist(), capacity, menu, cost.ranks)
+        if not packed:  # each document pays for what a pack pays once
+            ns = {size: [each + fixed[size] for each in ns[size]] for size in menu}
+            fixed = dict.fromkeys(menu, 0)
+        return cls(ns, fixed, lengths.tolist(), capacity, menu, cost.ranks, packed)
 
     def group_ns(self, group: _Group) -> int:
         """Time of a group."""
         return self.fixed[group.size] + sum(self.ns[group.size][i] for i in group.documents)
 
-    def tokens(self, group: _Group) -> int:
-        """Tokens of a group."""
-        return sum(self.lengths[i] for i in group.documents)
+    def tokens(self, documents: list[int]) -> int:
+        """Tokens that the ranks of a group hold at a time."""
+        held = (self.lengths[i] for i in documents)
+        return sum(held) if self.packed else max(held)
+
+    def fits(self, load: _Load, i: int, leaving: int | None = None) -> bool:
+        """Return whether a group may take a document, for another one or for none."""
+        held = load.tokens - (0 if leaving is None else self.lengths[leaving]) if self.packed else 0
+        return held + self.lengths[i] <= self.capacity * load.group.size
 
     def step_ns(self, batches: Batches) -> int:
         """Time of all micro-batches, one after the other: each waits for its slowest group."""
@@ -188,7 +274,7 @@ class _Prices:
 
     def least(self, documents: list[int]) -> int:
         """Return the smallest legal size for documents."""
-        return least_size(sum(self.lengths[i] for i in documents), self.capacity, self.menu)
+        return least_size(self.tokens(documents), self.capacity, self.menu)
 
 
 def _within(limit: int, prices: _Prices, *, fill: bool) -> Batches:
@@ -205,7 +291,7 @@ def _within(limit: int, prices: _Prices, *, fill: bool) -> Batches:
         for load in groups:
             size = load.group.size
             joins = size == least or (fill and size > least)
-            if joins and load.ns + prices.ns[size][i] <= limit and load.tokens + tokens <= size * prices.capacity:
+            if joins and load.ns + prices.ns[size][i] <= limit and prices.fits(load, i):
                 break
         else:
             load = _Load(_Group(least), prices.fixed[least], 0)
@@ -269,7 +355,10 @@ def _multiple(batches: Batches, prices: _Prices, multiple: int) -> Batches | Non
 def _improved(batches: Batches, prices: _Prices) -> Batches:
     """Move documents out of the slowest group of a micro-batch, or exchange them, while the step gets faster."""
     loads = [
-        [_Load(_Group(group.size, [*group.documents]), prices.group_ns(group), prices.tokens(group)) for group in batch]
+        [
+            _Load(_Group(group.size, [*group.documents]), prices.group_ns(group), prices.tokens(group.documents))
+            for group in batch
+        ]
         for batch in batches
     ]
     left, gained = CHANGES, True
@@ -300,13 +389,13 @@ def _exchange(slow: _Load, other: _Load, here: list[_Load], there: list[_Load], 
     rest_there = max((load.ns for load in there if load is not slow and load is not other), default=0)
     before = slow.ns if here is there else slow.ns + max(rest_there, other.ns)
     giving, taking = prices.ns[slow.group.size], prices.ns[other.group.size]
-    room, looked = prices.capacity * other.group.size - other.tokens, 0
+    looked = 0
     alone: list[int | None] = [None] if len(slow.group.documents) > 1 else []
     for i in slow.group.documents:
         for j in (*alone, *other.group.documents):
             looked += 1
             grows = prices.lengths[i] - (0 if j is None else prices.lengths[j])
-            if not 0 < grows <= room:
+            if grows <= 0 or not prices.fits(other, i, j):
                 continue
             slow_ns = slow.ns - giving[i] + (0 if j is None else giving[j])
             other_ns = other.ns + taking[i] - (0 if j is None else taking[j])
@@ -337,6 +426,13 @@ def _by_rank(batch: list[_Group], ids: list[int]) -> list[list[int]]:
         for group in sorted(batch, key=lambda group: (-group.size, min(group.documents)))
         for _ in range(group.size)
     ]
+
+
+def _from_ranks(schedule: Schedule, ids: list[int]) -> Batches:
+    """Return the groups of a schedule: ranks with the same list are one."""
+    place = {sample: i for i, sample in enumerate(ids)}
+    found = [Counter(tuple(place[sample] for sample in listed) for listed in batch) for batch in schedule]
+    return [[_Group(size, [*documents]) for documents, size in batch.items()] for batch in found]
 
 
 def _check(ids: list[int], lengths: np.ndarray, capacity: int, ranks: int, smallest: int, multiple: int) -> None:
