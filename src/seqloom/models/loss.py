@@ -127,6 +127,33 @@ def token_losses(
     return losses
 
 
+@torch.no_grad()
+def token_statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk: int = CHUNK // 4,
+    logits: Logits = PRODUCTS,
+) -> torch.Tensor:
+    """Return what trainers log of each label's distribution, [tokens, 5] in float32 (float64 for float64).
+
+    Columns: the label's log-probability; the entropy; the log of the sum of squared probabilities; the mean logit; 1
+    where the label is the likeliest token. Rows of labels that do not count are 0. For the arguments see `summed_loss`.
+    """
+    _check(hidden, weight, bias, labels, chunk)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    found = labels.new_zeros((len(labels), 5), dtype=wide)
+    for rows in (labels != IGNORED).nonzero().squeeze(1).split(chunk):
+        made = logits.apply(linear(hidden[rows], weight, bias), needs_slope=False)[0].to(wide)
+        values = made.log_softmax(1)
+        chosen, entropy = values.gather(1, labels[rows, None]).squeeze(1), -(values.exp() * values).sum(1)
+        top = (made.argmax(1) == labels[rows]).to(wide)
+        found[rows] = torch.stack((chosen, entropy, (2 * values).logsumexp(1), made.mean(1), top), dim=1)
+    return found
+
+
 def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return how many labels count, a scalar int64 on the device of the labels."""
     return (labels != IGNORED).sum()
