@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +42,8 @@ def check(
 ) -> None:
     """Say what a training run will be before it is launched: data, steps, predicted times and memory.
 
-    Plans the first batches and starts nothing. Exit code 2, and the reason, when the run could not start.
+    Plans the first batches and starts nothing; documents are prepared where the run finds them. Exit code 2, and the
+    reason, when the run could not start.
 
     \b
     Example:
@@ -58,7 +60,8 @@ def check(
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
-    run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches, _describe)
+    show = partial(typer.echo, err=True)
+    run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches, _describe, show)
     _check_model(loaded, run)
     with shared.planning_progress(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
         planned = predict_steps(run, progress)

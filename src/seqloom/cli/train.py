@@ -70,9 +70,11 @@ def train(
     else:
         summary = train_on_processes(loaded, ranks or loaded.run.ranks, ends_process=True, **options)
     if summary:  # of the first rank
+        speed = summary["tokens_per_second"]
         text = (
             f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
-            f"{summary['tokens_per_second'] or 0:,.0f} tokens/s\ncheckpoints and metrics: {loaded.run.output}\n"
+            f"{'already complete' if speed is None else f'{speed:,.0f} tokens/s'}\n"
+            f"checkpoints and metrics: {loaded.run.output}\n"
             f"trained model: {loaded.run.output / 'model'}\nreport: {loaded.run.output / REPORT_FILE}"
         )
         shared.report(json, lambda: summary, lambda _: typer.echo(text))
@@ -149,7 +151,7 @@ def _verify_batches(
     from seqloom.train.setup import RunSetup
 
     family = model_family_of(config)
-    setup = RunSetup.load(config, ranks, describe=family.describe)
+    setup = RunSetup.load(config, ranks, describe=family.describe, show=partial(typer.echo, err=True))
     config, seed, precision = setup.config, config.model.seed, getattr(torch, dtype)
     sample = setup.sampler.peek(batches)
     planners: list[list[str | PlannerChoice]] = [[*names] for _ in sample]

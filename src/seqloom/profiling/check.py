@@ -17,6 +17,7 @@ from seqloom.api import Evaluation, evaluate
 from seqloom.cost import CostModel
 from seqloom.cost.engines import AnalyticEngine
 from seqloom.data import Batch, JoinedSource, LengthLimitedSource, Sampler, Source
+from seqloom.data.documents import Show
 from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
@@ -162,14 +163,17 @@ def optimiser_bytes(evaluations: Sequence[Evaluation], cost: CostModel) -> int:
     return int(peak_host_memory(without_offload(evaluations[0].plan), cost).max())
 
 
-def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe | None = None) -> RunCheck:
+def inspect_run(
+    config: Config, ranks: int, batches: int = 8, describe: Describe | None = None, show: Show | None = None
+) -> RunCheck:
     """Open and count what a run on `ranks` processes reads, and refuse what it would refuse; no step is planned.
 
-    The sample has the first `batches` batches, or as many as the run has steps. For `describe` see `RunSetup.load`.
+    The sample has the first `batches` batches, or as many as the run has steps. For `describe` and
+    `show` see `RunSetup.load`.
     """
     if batches < 1:
         raise SeqloomError(f"{batches} batches to look at; give 1 or more")
-    setup = RunSetup.load(config, ranks, describe=describe)
+    setup = RunSetup.load(config, ranks, describe=describe, show=show)
     import_trackers(config.log.sinks)
     RunLock(config.run.output).check()
     path = resumed_checkpoint(latest_checkpoint(config.checkpoints), config.checkpoint.resume)

@@ -20,8 +20,11 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from seqloom.cost import Profile
+from seqloom.data.hub import HUB
 from seqloom.data.mixture import WeighBy
+from seqloom.data.records import RecordFields
 from seqloom.data.source import SYNTHETIC
+from seqloom.data.tokenizers import BYTES
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError, import_extra, unknown_name
 from seqloom.plan import Sharding
@@ -145,11 +148,15 @@ class Model:
             )
 
 
+Documents = Path | tuple[Path, ...]
+"""Where documents are: see `Data.source`."""
+
+
 @_checked
 class WeightedSource:
     """A source of a mixture."""
 
-    path: Path
+    path: Documents
     """In any form of `data.source`."""
     weight: Real = 1.0
     """Its share beside the weights of the others, above 0; all weights need not add up to 1."""
@@ -159,15 +166,16 @@ class WeightedSource:
 class Data:
     """Which documents, and how many of them make a step."""
 
-    source: Path | None = None
-    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600. Either
-    this or `sources`."""
+    source: Documents | None = None
+    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600; or
+    documents, which are prepared once: files as of `seqloom data prepare`, a folder or glob of them, a list of these,
+    or a data set of Hugging Face (hf:org/name, hf:org/name:split, hf:org/name/config:split). Or give `sources`."""
     sources: tuple[WeightedSource, ...] | None = None
     """A mixture of such sources, each with a weight."""
     weigh_by: WeighBy = "tokens"
     """What weights are shares of, tokens or documents."""
-    validation: Path | None = None
-    """Documents for evaluation, in either form."""
+    validation: Documents | None = None
+    """Documents for evaluation, in any form of `source`."""
     validation_share: Decay = 0.0
     """Instead: this share of the documents of `source` is for evaluation, and not trained on. By `run.seed`."""
     sequences: Positive | None = None
@@ -181,6 +189,16 @@ class Data:
     """Longest document, tokens; None: as long as they are."""
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     """What happens to longer ones; they are counted and reported."""
+    tokenizer: str | None = None
+    """Of documents that are prepared: bytes, a tokenizer.json, or a Hugging Face tokenizer folder; None: that of
+    `model.huggingface`."""
+    chat_template: Path | None = None
+    """Jinja file with the template of chats, instead of the tokenizer's own."""
+    fields: RecordFields | None = None
+    """Names of the fields that are read of a record, where they are not the usual ones: `text`; `prompt` and `answer`;
+    `messages`; or `ids`."""
+    cache: Path | None = None
+    """Folder of the stores that documents are prepared into; None: `data` in the run's folder."""
 
     @property
     def evaluates(self) -> bool:
@@ -223,7 +241,9 @@ class Data:
             return
         if not self.sources:
             raise SeqloomError("data.sources = [] names no source; name some, or one in data.source")
-        paths = [str(each.path) for each in self.sources]
+        paths = [
+            str(each.path) if isinstance(each.path, Path) else str([*map(str, each.path)]) for each in self.sources
+        ]
         for number, each in enumerate(self.sources):
             if each.weight == 0:
                 raise SeqloomError(
@@ -481,6 +501,11 @@ class Config:
         return self.log.jsonl or self.run.output / "metrics.jsonl"
 
     @property
+    def stores(self) -> Path:
+        """The folder of what documents are prepared into."""
+        return self.data.cache or self.run.output / "data"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.run.output / "checkpoints"
@@ -492,7 +517,7 @@ class Config:
 
 # ---- Overrides
 
-TABLES = ("model.lora",)
+TABLES = ("model.lora", "data.fields")
 """Keys that hold keys of their own."""
 
 
@@ -550,8 +575,10 @@ def _parse_value(text: str, override: str) -> Any:
 
 # ---- Paths and published models
 
-_PATHS = {"run.output", "model.parameters", "model.huggingface", "data.source", "data.validation", "log.jsonl"}
-"""Keys that are paths, unless they are the name of a published model or a synthetic corpus."""
+_DOCUMENTS = {"data.source", "data.validation"}
+"""Keys that are paths or lists of them, unless they are the name of a synthetic corpus or a data set."""
+_PATHS = {"run.output", "model.parameters", "model.huggingface", "data.chat_template", "data.cache", "log.jsonl"}
+"""Keys that are paths, unless they are the name of a published model."""
 _NAMES_OR_FILES = {"model.spec", "plan.cluster", "plan.profile", "plan.strategies"}
 """Keys that are a path when they end like a file, else a name."""
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -570,13 +597,22 @@ def _absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
                 else each
                 for each in value
             ]
+        if name in _DOCUMENTS and isinstance(value, list):
+            return [absolute(name, each) for each in value]
         if not isinstance(value, str):
             return value
-        if name in _PATHS:
-            published = name == "model.huggingface" and is_model_name(value, folder)
-            is_path = not published and not value.startswith(SYNTHETIC)
+        if name in _DOCUMENTS:
+            if value.startswith(HUB):
+                wanted, colon, split = value.removeprefix(HUB).partition(":")
+                saved = folder / Path(wanted).expanduser()
+                return f"{HUB}{saved.resolve()}{colon}{split}" if saved.is_dir() else value
+            is_path = not value.startswith(SYNTHETIC)
+        elif name in _PATHS:
+            is_path = not (name == "model.huggingface" and is_model_name(value, folder))
         elif name == "checkpoint.resume":
             is_path = value not in ("auto", "never")
+        elif name == "data.tokenizer":
+            is_path = value != BYTES
         else:
             is_path = name in _NAMES_OR_FILES and is_file_name(value)
         return str((folder / Path(value).expanduser()).resolve()) if is_path else value
