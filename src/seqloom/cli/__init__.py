@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from seqloom.cli import check, compare, data, demo, doctor, plan, presets, profile, propose, schedule, train
+from seqloom.cli import check, compare, data, demo, doctor, export, plan, presets, profile, propose, schedule, train
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
@@ -55,7 +55,7 @@ def root(
 # In the order of the help.
 for verb in (
     *(demo.demo, plan.plan, compare.compare, plan.simulate, propose.propose, schedule.schedule, profile.profile),
-    *(check.check, train.train, train.verify, train.replay, doctor.doctor),
+    *(check.check, train.train, train.verify, train.replay, export.export, doctor.doctor),
 ):
     app.command(verb.__name__)(verb)
 app.command("list")(presets.list_presets)

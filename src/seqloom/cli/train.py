@@ -77,6 +77,9 @@ def train(
             f"checkpoints and metrics: {loaded.run.output}\n"
             f"trained model: {loaded.run.output / 'model'}\nreport: {loaded.run.output / REPORT_FILE}"
         )
+        if summary["best"] is not None:
+            best = summary["best"]
+            text += f"\nbest checkpoint: step {best['step']}, loss {best['loss']:.4f} on the validation documents"
         shared.report(json, lambda: summary, lambda _: typer.echo(text))
 
 

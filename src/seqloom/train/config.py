@@ -379,6 +379,8 @@ class Checkpointing:
     """Steps from one checkpoint to the next; 0: only after the last step."""
     keep: Positive = 3
     """Complete checkpoints that stay; older ones are deleted."""
+    best: Annotated[bool, Strict()] = False
+    """Whether a step with the lowest validation loss so far is written too, and stays until a lower one comes."""
     resume: str = "auto"
     """auto: from the latest of this run's folder, if there is one; never; or the folder of a checkpoint elsewhere."""
 
@@ -432,6 +434,11 @@ class Config:
             raise SeqloomError(
                 f"evaluation.every = {self.evaluation.every} without data.validation; name the documents to evaluate "
                 "on, or a data.validation_share of the source, or set every to 0"
+            )
+        if self.checkpoint.best and not self.evaluation.every:
+            raise SeqloomError(
+                "checkpoint.best = true with evaluation.every = 0: the best checkpoint is the one with the lowest "
+                "validation loss; set evaluation.every, or leave best out"
             )
         if self.run.steps is not None and self.schedule.warmup > self.run.steps:
             raise SeqloomError(
@@ -494,6 +501,12 @@ class Config:
         except SeqloomError as error:
             raise SeqloomError(f"{path}: {error}") from None
         return config
+
+    @classmethod
+    def of_checkpoint(cls, content: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Config:
+        """Make the config that a checkpoint holds, with overrides; `where` is for messages."""
+        changes = _absolute_paths(parse_overrides(overrides), Path.cwd())
+        return build(cls, merge_overrides(content, changes), f"{where}, config")
 
     @property
     def metrics(self) -> Path:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from seqloom.cost import CostModel
+from seqloom.data.store import require_new_folder
 from seqloom.dist import P2PTensor, Transport
 from seqloom.errors import SeqloomError
 from seqloom.models import (
@@ -35,6 +36,7 @@ from seqloom.params.host_adamw import threads_of_rank
 from seqloom.params.interface import ParameterShard, trained_parameters
 from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
+from seqloom.train.checkpoint import load_alone
 from seqloom.train.config import Config, Optimiser
 from seqloom.train.optim import make_optimiser
 from seqloom.train.run_folder import atomic_folder, shape_name
@@ -44,8 +46,11 @@ BuildModel = Callable[[Config, torch.device, torch.dtype], ModelAdapter]
 """Return the model of a run, its parameters on "meta" and the same `deferred` values of them on all ranks.
 
 Parameters of the dtype will live on the device; on "meta" there are no values."""
-SaveModel = Callable[[Config, nn.Module, Mapping[str, torch.Tensor]], Path]
-"""Write the trained model, given its module and its full state dict on the CPU; return where. Called on rank 0."""
+SaveModel = Callable[[Config, nn.Module, Mapping[str, torch.Tensor], Path, Path], None]
+"""Write the trained model, given its module and its full state dict on the CPU, to a folder; its adapters, if it has
+some, to another. Called on rank 0."""
+MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
+"""Where a run writes both, in its folder."""
 
 
 def no_notes(config: Config) -> Sequence[str]:
@@ -76,12 +81,12 @@ def build_reference(config: Config, device: torch.device, dtype: torch.dtype) ->
     return replace(ModelAdapter.of(model), deferred=None if device.type == "meta" else DeferredParameters(read, device))
 
 
-def save_reference(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
+def save_reference(
+    config: Config, module: nn.Module, state: Mapping[str, torch.Tensor], folder: Path, adapters: Path
+) -> None:
     """Write config.json and model.safetensors: see `SaveModel`."""
-    final = config.run.output / "model"
-    with atomic_folder(final, SafetensorError) as partial_folder:
+    with atomic_folder(folder, SafetensorError) as partial_folder:
         write_model(partial_folder, cast("Transformer", module), state, context=config.data.max_length)
-    return final
 
 
 REFERENCE = ModelFamily(build_reference, save_reference)
@@ -163,6 +168,31 @@ def make_sharded_optimiser(parameters: Parameters, cost: CostModel, settings: Op
     return make_optimiser(masters, settings, shards=parameters.device_shards(), **options)
 
 
+def load_trained(path: Path, config: Config, family: ModelFamily) -> ModelAdapter:
+    """Build the model of a checkpoint or a dump in this process alone, on CPU, with the parameters that it has."""
+    adapter = family.build(config, torch.device("cpu"), parameter_dtypes(config)[0])
+    adapter.materialize()
+    biases = adapter.bias_buffers() if config.optimiser.expert_bias_rate > 0 else {}
+    load_alone(path, trained_parameters(adapter.module) | biases)
+    return adapter
+
+
+def export_model(path: Path, config: Config, family: ModelFamily, folder: Path) -> ModelAdapter:
+    """Write the model of a checkpoint to a new folder, and its adapters below; return it."""
+    require_new_folder(folder)
+    adapter = load_trained(path, config, family)
+    module = adapter.module
+    state = {name: each.detach() for name, each in module.named_parameters()} | _saved_buffers(module)
+    family.save(config, module, state, folder, folder / ADAPTER_FOLDER)
+    return adapter
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state dict of the module has, on the CPU."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer.detach().cpu() for name, buffer in module.named_buffers() if name in saved}
+
+
 def gather_state_dict(
     module: nn.Module, parameters: Parameters, transport: Transport, device: torch.device
 ) -> dict[str, torch.Tensor]:
@@ -178,8 +208,7 @@ def gather_state_dict(
             state[name] = whole
     if transport.rank:
         return {}
-    saved = module.state_dict(keep_vars=True)
-    return state | {name: buffer.detach().cpu() for name, buffer in module.named_buffers() if name in saved}
+    return state | _saved_buffers(module)
 
 
 def _collect(shard: ParameterShard, transport: Transport, device: torch.device) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ checkpoints. A step whose gradient is no number or zero, or that fails a check, 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +65,8 @@ from seqloom.train.logging import (
     summarize_ranks,
 )
 from seqloom.train.model import (
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
     REFERENCE,
     ModelFamily,
     check_expert_bias,
@@ -132,6 +135,7 @@ class Trainer(AbstractContextManager):
             self.sampler, self._evaluation_due = setup.sampler, False
             self._resumed_strategies: list[Any] | None = None
             self._resume_notes: list[str] = []
+            self._best: dict[str, Any] | None = None  # step and loss of the best checkpoint
             self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
             self.start_step = self.load_checkpoint()
             self._checks = StepChecks(
@@ -181,7 +185,7 @@ class Trainer(AbstractContextManager):
         evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
         before, step_plan, within_error = "none before it", None, ""
         if self._evaluation_due and evaluate_every:
-            self.evaluate(self.start_step, metrics)
+            self._is_best(self.start_step, self.evaluate(self.start_step, metrics), metrics)
         for step, batch in self._planned_batches():
             self._enter_phase(f"step {step}, waiting for its plan ({before})")
             step_plan = self.plans.take(step, batch.lengths)
@@ -208,18 +212,20 @@ class Trainer(AbstractContextManager):
             self.checkpoints.poll()
             if self._checks.due(step):
                 self.check_step(step_plan, batch, metrics)
+            improved = False
             if evaluate_every and step % evaluate_every == 0:
-                self.evaluate(step, metrics)
+                improved = self._is_best(step, self.evaluate(step, metrics), metrics)
             if self._leaves_after(step):
                 return self.leave(step)
-            if (save_every and step % save_every == 0) or step == self.setup.steps:
+            if improved or (save_every and step % save_every == 0) or step == self.setup.steps:
                 self.save_checkpoint(step)
         self._enter_phase("the end of the run", on_disk=True)
         # also when no step was left to do, since a crash may have come before this
         state = gather_state_dict(self.adapter.module, self.parameters, self.transport, self.device)
         if self.transport.rank == 0:
-            self._model_family.save(self.config, self.adapter.module, state)
-        totals = {} if metrics is None else metrics.summary()
+            folders = (self.config.run.output / name for name in (MODEL_FOLDER, ADAPTER_FOLDER))
+            self._model_family.save(self.config, self.adapter.module, state, *folders)
+        totals = {} if metrics is None else {**metrics.summary(), "best": self._best}
         if metrics is not None:
             self._save_report(totals, step_plan)
         if self._watchdog is not None:
@@ -477,25 +483,41 @@ class Trainer(AbstractContextManager):
         left = f"left after step {step:,} of {self.setup.steps:,}, asked by a signal"
         return {"left": f"{left}; {self.checkpoints.latest} is complete, and the same command goes on from it"}
 
-    def evaluate(self, step: int, metrics: Metrics | None) -> None:
-        """Compute the loss on the validation batches, each planned when it is due. All ranks call it.
+    def evaluate(self, step: int, metrics: Metrics | None) -> float | None:
+        """Return the loss on the validation batches, each planned when it is due. All ranks call it.
 
-        A run that leaves does not begin the next batch: the run that goes on from its checkpoint evaluates first.
+        A run that leaves does not begin the next batch, and gets None: the run that goes on from its checkpoint
+        evaluates first.
         """
         source, batches = self.setup.validation()
         total = 0.0
         self._evaluation_due = True
         for index, batch in enumerate(batches):
             if self._leaves_after(step):
-                return
+                return None
             self._enter_phase(f"evaluation after step {step}")
             rank_plan = self.bind(self.plans.take(-1 - index, batch.lengths).plan)
             with RowReader(rank_plan, source, batch) as rows:
                 total += evaluate(rank_plan, self.parameters, rows, batch.valid_tokens) * batch.valid_tokens
             self._agree_to_leave(gather_values([self._asked_to_leave], self.transport, self.device)[:, 0].tolist())
         self._evaluation_due = False
+        loss = total / sum(batch.valid_tokens for batch in batches)
         if metrics is not None:
-            metrics.evaluation(step, total / sum(batch.valid_tokens for batch in batches))
+            metrics.evaluation(step, loss)
+        return loss
+
+    def _is_best(self, step: int, loss: float | None, metrics: Metrics | None) -> bool:
+        """Whether the checkpoint of a step is to stay as the best from now on. All ranks call it."""
+        if not self.config.checkpoint.best or loss is None:
+            return False
+        loss = float(gather_values([loss], self.transport, self.device)[0, 0])  # all ranks decide by the same number
+        elsewhere = step == self.start_step and self.checkpoints.latest is None  # resumed from another run
+        if elsewhere or not math.isfinite(loss) or (self._best is not None and loss >= self._best["loss"]):
+            return False
+        self._best = {"step": step, "loss": loss}
+        if metrics is not None:
+            metrics.note(step, f"the lowest loss on the validation documents so far, {loss:.4f}: the best checkpoint")
+        return True
 
     def warm_up(self, first: Plan) -> None:
         """Build attention kernels and communicators before the first step. All ranks call it.
@@ -525,10 +547,12 @@ class Trainer(AbstractContextManager):
         self._enter_phase(f"checkpoint of step {step}", on_disk=True)  # the disk may still be busy with the one before
         strategies = [strategy.as_dict() for strategy in self.setup.planners.strategies]
         extra: dict[str, Any] = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
-        extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due}
+        extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due, "best": self._best}
         if self.feedback is not None:
             extra["feedback"] = self.feedback.state_dict()
-        self.checkpoints.save(step, model=self._model_state(), optimiser=state_by_name(self.optimiser), extra=extra)
+        state = {"model": self._model_state(), "optimiser": state_by_name(self.optimiser)}
+        best = None if self._best is None else self._best["step"]
+        self.checkpoints.save(step, **state, extra=extra, best=best)
 
     def _model_state(self, *, masters: bool = True) -> dict[str, torch.Tensor]:
         """Return what steps change of the model: master weights, unless left out, and biases that balance experts."""
@@ -557,6 +581,8 @@ class Trainer(AbstractContextManager):
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
         self._evaluation_due = manifest.extra.get("evaluation_due", False)
+        if path == self.checkpoints.latest:
+            self._best = manifest.extra.get("best")
         if self.feedback is not None:
             saved = manifest.extra.get("feedback")
             self.feedback = Feedback(self.setup.cost, saved)
