@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -123,6 +123,9 @@ class Model:
     float8: Annotated[bool, Strict()] = False
     """Linear layers multiply in float8, but for the gradients of weights; needs bfloat16, gains where compiled."""
 
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by parts of their names with dots: `embed_tokens`, `layers.0-3` (a range),
+    `layers.*.mlp` (* and ? as in names of files, within a part)."""
     lora: Lora | None = None
     """Train adapters of this kind on a Hugging Face model, and nothing else; None: all parameters."""
 
@@ -131,6 +134,11 @@ class Model:
         if self.lora is not None and self.huggingface is None:
             raise SeqloomError(
                 "model.lora with model.spec: adapters are for Hugging Face models; name a folder, or take it out"
+            )
+        if self.lora is not None and self.freeze:
+            raise SeqloomError(
+                f"model.freeze = {list(self.freeze)} with model.lora, which freezes all but its adapters; leave one of "
+                "them out"
             )
         if self.lora is not None and self.float8:
             raise SeqloomError(
@@ -331,8 +339,10 @@ class Pipelining:
 
 @_checked
 class Optimiser:
-    """AdamW. Matrices are decayed, norms and biases are not."""
+    """AdamW, Muon or SGD. Matrices are decayed, norms and biases are not."""
 
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """adamw; muon: torch's, for the matrices of layers, and AdamW for all else, with one learning rate; sgd."""
     lr: PositiveReal = 3e-4
     """The highest learning rate; `schedule` says what share of it a step has."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -341,12 +351,29 @@ class Optimiser:
     """Is added to the root of the mean square that an update is divided by."""
     weight_decay: Real = 0.1
     """Share of a matrix that an update takes away, times the learning rate."""
+    momentum: Decay | None = None
+    """Of muon (None: 0.95) and sgd (None: 0): how slowly the mean of gradients forgets."""
     clip: Real = 1.0
     """The gradient is scaled down to this norm where it is above; 0: never."""
     expert_bias_rate: Real = 0.0
     """How far a step moves the correction bias of an expert towards equal loads (DeepSeek V3); 0: it stays."""
     offload: Annotated[bool, Strict()] | Literal["auto"] = "auto"
     """Master weights and moments in host memory; auto: if the longest document, or the model, fits in no other way."""
+
+    def __post_init__(self) -> None:
+        defaults = {each.name: each.default for each in fields(Optimiser)}  # pyrefly: ignore
+        unused = {"adamw": ("momentum",), "muon": (), "sgd": ("betas", "eps")}[self.name]
+        for key in unused:
+            if getattr(self, key) != defaults[key]:
+                raise SeqloomError(
+                    f"optimiser.{key} = {getattr(self, key)} with optimiser.name = {self.name!r}, which has no such; "
+                    "leave it out, or choose another optimiser"
+                )
+        if self.offload is True and self.name != "adamw":
+            raise SeqloomError(
+                f"optimiser.offload = true with optimiser.name = {self.name!r}: AdamW alone is updated in host memory; "
+                "set offload to 'auto', or name to 'adamw'"
+            )
 
 
 @_checked

@@ -7,8 +7,10 @@ that other processes find them by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -74,6 +76,7 @@ def build_reference(config: Config, device: torch.device, dtype: torch.dtype) ->
     settings = config.model
     options = load_options(str(settings.spec)) if settings.parameters is not None else None
     model = Transformer(load_model_spec(config), options, dtype=dtype, device="meta")
+    freeze_parameters(model, settings.freeze)
     model_config(model.spec, model.options)  # refuse now what could not be saved in the end
     path = settings.parameters
     drawn = partial(model.initial_value, settings.seed)
@@ -91,6 +94,39 @@ def save_reference(
 
 REFERENCE = ModelFamily(build_reference, save_reference)
 """The reference transformer."""
+
+
+def freeze_parameters(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Have the parameters that `model.freeze` names require no gradient; refuse a pattern that names none."""
+    for pattern in patterns:
+        named = [each for name, each in module.named_parameters() if matches_name(pattern, name)]
+        if not named:
+            names = [name for name, _ in module.named_parameters()]
+            shown = ", ".join([*names[:2], "..", *names[-2:]])
+            raise SeqloomError(
+                f"model.freeze: {pattern!r} is the name of no parameter; give parts of names of this model ({shown}), "
+                "such as layers.0-3"
+            )
+        for parameter in named:
+            parameter.requires_grad_(False)
+    if patterns and not trained_parameters(module):
+        raise SeqloomError(f"model.freeze = {list(patterns)} leaves no parameter to be trained; name fewer")
+
+
+def matches_name(pattern: str, name: str) -> bool:
+    """Whether the parts of a pattern are parts of a name that follow each other: see `config.Model.freeze`."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return any(
+        all(map(_matches_part, wanted, parts[start : start + len(wanted)]))
+        for start in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def _matches_part(pattern: str, part: str) -> bool:
+    found = re.fullmatch(r"(\d+)-(\d+)", pattern)
+    if found is not None and part.isdecimal():
+        return int(found[1]) <= int(part) <= int(found[2])
+    return fnmatchcase(part, pattern)
 
 
 def parameter_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
@@ -159,11 +195,16 @@ def shard_parameters(
     return parameters
 
 
-def make_sharded_optimiser(parameters: Parameters, cost: CostModel, settings: Optimiser) -> torch.optim.AdamW:
-    """Make the optimiser of sharded parameters, where the cost model has it, updated where that costs least."""
+def make_sharded_optimiser(
+    parameters: Parameters, cost: CostModel, settings: Optimiser, hidden: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    """Make the optimiser of sharded parameters, where the cost model has it, updated where that costs least.
+
+    `hidden` are the names of what layers hold, see `layer_parameters`.
+    """
     masters = parameters.master_weights()
     if not cost.offload_optimiser:
-        return make_optimiser(masters, settings)
+        return make_optimiser(masters, settings, hidden=[name for name in masters if name in hidden])
     options = {"update_on_host": cost.updates_on_host, "threads": threads_of_rank(cost.node_size)}
     return make_optimiser(masters, settings, shards=parameters.device_shards(), **options)
 
@@ -191,6 +232,12 @@ def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state dict of the module has, on the CPU."""
     saved = module.state_dict(keep_vars=True)
     return {name: buffer.detach().cpu() for name, buffer in module.named_buffers() if name in saved}
+
+
+def layer_parameters(adapter: ModelAdapter) -> frozenset[str]:
+    """Return the names of the parameters inside decoder layers, before they are sharded."""
+    inside = {id(parameter) for layer in adapter.layers for parameter in layer.parameters()}
+    return frozenset(name for name, each in adapter.module.named_parameters() if id(each) in inside)
 
 
 def gather_state_dict(

@@ -1,4 +1,4 @@
-"""AdamW over named parameters, on the device or in host memory, the learning rate, and state by parameter name.
+"""Optimisers over named parameters, whole or sharded; the learning rate; state by parameter name.
 
 The learning rate is a pure function of the step, so a resumed run needs no state of it.
 """
@@ -6,51 +6,109 @@ The learning rate is a pure function of the step, so a resumed run needs no stat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from seqloom.compat import newton_schulz, shard_offset
 from seqloom.errors import SeqloomError
 from seqloom.params.host_adamw import HostAdamW
+from seqloom.params.interface import full_tensor, local_tensor
 
 if TYPE_CHECKING:
     from seqloom.train.config import Optimiser, Schedule
 
 
-_STATE = ("step", "exp_avg", "exp_avg_sq")
-"""torch's names of AdamW's state: steps, and the moments in the order of the betas."""
+MOMENTUM = 0.95
+"""Of Muon, where a config gives none; torch's."""
+_ADAMW, _MOMENTUM = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+"""torch's names of optimisers' state. AdamW's: steps, and the moments in the order of the betas."""
 _FUSED = ("cpu", "cuda")
 """Devices where torch updates all parameters in one kernel."""
+_RMS = 0.2
+"""Root mean square of AdamW's updates, about, to which those of Muon are scaled."""
 
 
 def make_optimiser(
     parameters: Mapping[str, nn.Parameter],
     settings: Optimiser,
     *,
+    hidden: Collection[str] = (),
     shards: Mapping[str, nn.Parameter] | None = None,
     update_on_host: bool = False,
     threads: int | None = None,
-) -> torch.optim.AdamW:
-    """Make AdamW over full tensors or shards: matrices with weight decay, all others (norms, biases) without.
+) -> torch.optim.Optimizer:
+    """Make an optimiser over full tensors or shards: matrices with weight decay, all others (norms, biases) without.
 
     Args:
-        parameters: master weights by name.
+        parameters: master weights by name; perhaps none, on the ranks of a stage that is frozen.
+        settings: say which.
+        hidden: names of what layers hold, whose matrices Muon updates.
         shards: what the device has of them, where they are in host memory; None: they are on the device.
         update_on_host, threads: see `HostAdamW`.
     """
-    if not parameters:
-        raise SeqloomError("no parameter is to be trained; unfreeze some, or choose another model")
-    matrices = [(name, parameter) for name, parameter in parameters.items() if parameter.ndim >= 2]
-    others = [(name, parameter) for name, parameter in parameters.items() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    orthogonal = {name for name in hidden if settings.name == "muon" and parameters[name].ndim == 2}
+    decay = settings.weight_decay
+    kinds = (
+        ({"weight_decay": decay, "muon": True}, lambda name, each: name in orthogonal),
+        ({"weight_decay": decay, "muon": False}, lambda name, each: name not in orthogonal and each.ndim >= 2),
+        ({"weight_decay": 0.0, "muon": False}, lambda name, each: each.ndim < 2),
+    )
+    groups = [kind | {"params": [each for each in parameters.items() if belongs(*each)]} for kind, belongs in kinds]
+    groups = [group for group in groups if group["params"]] or groups[:1]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum or 0.0)
     rates: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     if shards is not None:
         return HostAdamW(groups, shards, update_on_host=update_on_host, threads=threads, **rates)
     fused = all(parameter.device.type in _FUSED for parameter in parameters.values())
+    if settings.name == "muon":
+        momentum = MOMENTUM if settings.momentum is None else settings.momentum
+        return Muon(groups, momentum=momentum, fused=fused, **rates)
     return torch.optim.AdamW(groups, fused=fused, **rates)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon over the matrices of groups that say so, AdamW over all else.
+
+    The update of a matrix is orthogonal, which follows from the whole of it: ranks gather it, each computes the same,
+    and takes what it has shards of. So updates are those of `torch.optim.Muon` in one process, wherever shards are.
+    They are as large as those of AdamW (torch's "match_rms_adamw"), so that one learning rate serves both.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, **settings: Any) -> None:
+        """Take groups with a key "muon"; `settings` are AdamW's."""
+        super().__init__(groups, **settings)
+        self._momentum = momentum
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # pyrefly: ignore[bad-override]
+        """Update all parameters that have a gradient. All ranks with shards of the same matrices call it."""
+        everything = self.param_groups
+        for group in everything:
+            for parameter in group["params"] if group["muon"] else ():
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        self.param_groups = [group for group in everything if not group["muon"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = everything
+
+    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        gradient, state = cast("torch.Tensor", parameter.grad), self.state[parameter]
+        if not state:
+            state.update(empty_state(parameter, _MOMENTUM))
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
+        whole = newton_schulz(full_tensor(gradient.lerp(mean, self._momentum)))
+        own = local_tensor(parameter)
+        start = shard_offset(parameter) if isinstance(parameter, DTensor) else (0, 0)
+        rows, columns = (slice(first, first + size) for first, size in zip(start, own.shape, strict=True))
+        own.mul_(1 - group["lr"] * group["weight_decay"])
+        own.add_(whole[rows, columns], alpha=-group["lr"] * _RMS * math.sqrt(max(parameter.shape)))
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
@@ -76,22 +134,34 @@ def check_gradients(loss: float, norm: float) -> None:
         )
 
 
-def state_by_name(optimiser: torch.optim.AdamW) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the optimiser's own state tensors by parameter name: `step` and the two moments.
+def empty_state(parameter: nn.Parameter, names: Sequence[str], *, fused: bool = False) -> dict[str, torch.Tensor]:
+    """Return the state of a parameter that was never updated: `step` and means of zero."""
+    step_device = parameter.device if fused else "cpu"
+    return {
+        name: torch.zeros((), dtype=torch.float32, device=step_device)
+        if name == "step"
+        else torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for name in names
+    }
+
+
+def state_by_name(optimiser: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the optimiser's own state tensors by parameter name, such as `step` and the two moments of AdamW.
 
     A parameter that was never updated gets the state it starts with. So what a checkpoint loads into these tensors is
     what the next step continues from, and does not depend on an order of parameters.
     """
     states: dict[str, dict[str, torch.Tensor]] = {}
     for group in optimiser.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+        if isinstance(optimiser, torch.optim.SGD):
+            names = _MOMENTUM if group["momentum"] else ()
+        else:
+            names = _MOMENTUM if group.get("muon") else _ADAMW
+        for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True):
             state = optimiser.state[parameter]
             if not state:
-                device = parameter.device if group["fused"] else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                for moment in _STATE[1:]:
-                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            states[name] = {key: state[key] for key in _STATE}
+                state.update(empty_state(parameter, names, fused=bool(group["fused"])))
+            states[name] = {key: state[key] for key in names}
     return states
 
 

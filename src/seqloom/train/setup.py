@@ -362,6 +362,8 @@ def choose_optimiser_offload(config: Config, spec: ModelSpec, ranks: int, longes
     For "auto": if the model or that document fits in no other way, and fits then. A CPU would gain nothing.
     """
     wanted = config.optimiser.offload
+    if config.optimiser.name != "adamw":
+        return False
     if wanted != "auto":
         return bool(wanted)
     for offload in (False, True):

@@ -71,6 +71,7 @@ from seqloom.train.model import (
     ModelFamily,
     check_expert_bias,
     gather_state_dict,
+    layer_parameters,
     make_sharded_optimiser,
     parameter_dtypes,
     prepare_layers,
@@ -163,9 +164,9 @@ class Trainer(AbstractContextManager):
         options = {"compiled": config.model.compile, "float8": config.model.float8}
         self.adapter = prepare_layers(adapter, **options, split_backward=setup.planners.multi_stage)
         check_expert_bias(self.adapter, config.optimiser)
-        stages = setup.planners.stages
+        stages, hidden = setup.planners.stages, layer_parameters(self.adapter)
         self.parameters = shard_parameters(self.adapter, self.transport, stages, setup.cost, compute_dtype)
-        self.optimiser = make_sharded_optimiser(self.parameters, setup.cost, config.optimiser)
+        self.optimiser = make_sharded_optimiser(self.parameters, setup.cost, config.optimiser, hidden)
 
     def __exit__(self, *error: Any) -> None:
         """Close everything that was opened, without waiting for anything after an error."""

@@ -61,8 +61,14 @@ def test_a_step_is_the_formula_of_adamw():
 def test_only_one_kind_of_parameter_makes_one_group():
     norm = nn.LayerNorm(4)
     assert len(make_optimiser(dict(norm.named_parameters()), Optimiser()).param_groups) == 1
-    with pytest.raises(SeqloomError, match="no parameter is to be trained"):
-        make_optimiser({}, Optimiser())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_a_rank_without_trained_parameters_has_nothing_to_do(name):
+    optimiser = make_optimiser({}, Optimiser(name=name))
+    set_learning_rate(optimiser, 0.1)
+    optimiser.step()
+    assert state_by_name(optimiser) == {}
 
 
 def test_state_by_name_is_the_optimisers_own_and_carries_over_to_another_order():

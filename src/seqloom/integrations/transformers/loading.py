@@ -59,7 +59,7 @@ from seqloom.models.files import ReadRows, open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
 from seqloom.reader import read_mapping
 from seqloom.train.config import Config
-from seqloom.train.model import ModelFamily
+from seqloom.train.model import ModelFamily, freeze_parameters
 from seqloom.train.run_folder import atomic_folder
 from seqloom.train.setup import load_model_spec
 
@@ -82,6 +82,7 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
             if config.model.lora is not None:
                 model = add_adapters(model, config.model.lora, folder)
                 read = None if read is None else adapter_reader(model, read, config.model.seed)
+            freeze_parameters(model, config.model.freeze)
     except SeqloomError:
         raise
     except Exception as error:  # whatever the class may raise for this config, and files for what is in them
