@@ -82,7 +82,7 @@ def _describe(config: Config) -> ModelSpec:
 
     if config.model.lora is not None:
         import_extra("checking the model of this run", "train,hf", "torch")
-        from seqloom.cli.train import model_family_of
+        from seqloom.train import model_family_of
 
         return model_family_of(config).describe(config)
     folder = config.model.huggingface
@@ -102,8 +102,8 @@ def _check_model(config: Config, run: RunCheck) -> None:
     import_extra("checking the model of this run", "train,hf" if model.huggingface else "train", "torch")
     import torch
 
-    from seqloom.cli.train import model_family_of
     from seqloom.models import use_float8
+    from seqloom.train import model_family_of
     from seqloom.train.launch import check_compilers
     from seqloom.train.model import check_expert_bias, check_splits, parameter_dtypes, state_shapes
 

@@ -33,7 +33,7 @@ def export(
     if best and step is not None:
         raise SeqloomError(f"--best and --step {step}: both name a checkpoint; leave one out")
     import_extra("seqloom export", "train", "torch")
-    from seqloom.cli.train import model_family_of
+    from seqloom.train import model_family_of
     from seqloom.train.config import Config
     from seqloom.train.model import ADAPTER_FOLDER, export_model
     from seqloom.train.run_folder import Manifest, named_checkpoint

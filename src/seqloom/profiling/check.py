@@ -28,7 +28,7 @@ from seqloom.planners.uniform import fastest_static_degree
 from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import peak_host_memory
 from seqloom.train.config import Config
-from seqloom.train.logging import import_trackers
+from seqloom.train.logging import import_trackers, load_callbacks
 from seqloom.train.run_folder import Manifest, RunLock, latest_checkpoint, resumed_checkpoint
 from seqloom.train.setup import Describe, RunPlanners, RunSetup, make_sampler, open_documents
 
@@ -175,6 +175,7 @@ def inspect_run(
         raise SeqloomError(f"{batches} batches to look at; give 1 or more")
     setup = RunSetup.load(config, ranks, describe=describe, show=show)
     import_trackers(config.log.sinks)
+    load_callbacks(config.run.callbacks)
     RunLock(config.run.output).check()
     path = resumed_checkpoint(latest_checkpoint(config.checkpoints), config.checkpoint.resume)
     resumed = None if path is None else (path, Manifest.read(path))

@@ -85,9 +85,15 @@ class Run:
     """Processes to start on this machine. Under torchrun its own number counts."""
     timeout_s: Positive = 600
     """Seconds after which a rank that waits for another gives up: more than the longest step takes."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of your own code that the first rank calls, `module:Class` or `file.py:Class`: see `Callback`."""
 
     def __post_init__(self) -> None:
         _require_one(self, "run", "steps", "epochs")
+        for name in self.callbacks:
+            place, _, attribute = name.rpartition(":")
+            if not place or not attribute.isidentifier():
+                raise SeqloomError(f"run.callbacks: {name!r}; spell it module:Class or file.py:Class")
 
 
 @_checked
@@ -617,6 +623,8 @@ def _parse_value(text: str, override: str) -> Any:
 
 _DOCUMENTS = {"data.source", "data.validation"}
 """Keys that are paths or lists of them, unless they are the name of a synthetic corpus or a data set."""
+_LISTS = {*_DOCUMENTS, "run.callbacks"}
+"""Keys that may be lists of these."""
 _PATHS = {"run.output", "model.parameters", "model.huggingface", "data.chat_template", "data.cache", "log.jsonl"}
 """Keys that are paths, unless they are the name of a published model."""
 _NAMES_OR_FILES = {"model.spec", "plan.cluster", "plan.profile", "plan.strategies"}
@@ -637,7 +645,7 @@ def _absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
                 else each
                 for each in value
             ]
-        if name in _DOCUMENTS and isinstance(value, list):
+        if name in _LISTS and isinstance(value, list):
             return [absolute(name, each) for each in value]
         if not isinstance(value, str):
             return value
@@ -649,6 +657,8 @@ def _absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
             is_path = not value.startswith(SYNTHETIC)
         elif name in _PATHS:
             is_path = not (name == "model.huggingface" and is_model_name(value, folder))
+        elif name == "run.callbacks":
+            is_path = value.rpartition(":")[0].endswith(".py")
         elif name == "checkpoint.resume":
             is_path = value not in ("auto", "never")
         elif name == "data.tokenizer":

@@ -51,7 +51,7 @@ from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.planners.plan_ahead import end_with_parent
 from seqloom.train.config import Config
 from seqloom.train.fork_server import allocator_advice, allocator_environment, start_fork_server
-from seqloom.train.logging import StartUp
+from seqloom.train.logging import Callback, StartUp, load_callbacks
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
 from seqloom.train.run_folder import RunLock
 from seqloom.train.setup import RunSetup, write_strategies
@@ -101,14 +101,19 @@ Body = Callable[..., Any]
 
 
 def train_as_launched_rank(
-    config: Config, *, model_family: ModelFamily = REFERENCE, share_gpu: bool = False, show: bool = True
+    config: Config,
+    *,
+    model_family: ModelFamily = REFERENCE,
+    share_gpu: bool = False,
+    show: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train as the rank that a launcher made this process; return the summary on rank 0, {} on others.
 
     A run that was asked to leave raises `LeftEarly` on rank 0 and ends the other processes with the same exit code.
     """
     _check_compilers_if_needed(config)
-    arguments = (_train, config, model_family, show)
+    arguments = (_train, config, model_family, show, callbacks)
     summary = run_as_launched_rank(*arguments, share_gpu=share_gpu, timeout=_torch_timeout(config))
     if "left" not in summary:
         return summary
@@ -119,7 +124,11 @@ def train_as_launched_rank(
 
 
 def train_in_process_group(
-    config: Config, *, model_family: ModelFamily = REFERENCE, show: bool = True
+    config: Config,
+    *,
+    model_family: ModelFamily = REFERENCE,
+    show: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train as a rank of the process group that the caller has made; return the summary on rank 0, {} on others.
 
@@ -129,7 +138,7 @@ def train_in_process_group(
     """
     _check_compilers_if_needed(config)
     job_rank, device = joined_rank()
-    return _train(RankProcess(job_rank, device, _stderr_report(job_rank)), config, model_family, show)
+    return _train(RankProcess(job_rank, device, _stderr_report(job_rank)), config, model_family, show, callbacks)
 
 
 def train_on_processes(
@@ -140,6 +149,7 @@ def train_on_processes(
     share_gpu: bool = False,
     show: bool = True,
     ends_process: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Start `ranks` processes on this machine, wait for them, and return the summary.
 
@@ -153,6 +163,7 @@ def train_on_processes(
     start_fork_server(__name__, model_family.build.__module__)  # it loads torch while this process looks at the run
     config = for_launched_ranks(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)], share_gpu)
     # refuse here, once, what every process would refuse
+    load_callbacks(config.run.callbacks)
     setup = RunSetup.load(
         config, ranks, describe=model_family.describe, show=StartUp(sys.stderr if show else None).show
     )
@@ -164,7 +175,7 @@ def train_on_processes(
     if config.model.float8:
         use_float8(model.layers)
     summary = run_on_processes(
-        *(_train, ranks, config, model_family, show),
+        *(_train, ranks, config, model_family, show, callbacks),
         preload=model_family.build.__module__,
         share_gpu=share_gpu,
         timeout=_torch_timeout(config),
@@ -177,7 +188,9 @@ def train_on_processes(
     return summary
 
 
-def _train(process: RankProcess, config: Config, model_family: ModelFamily, show: bool) -> dict[str, Any]:
+def _train(
+    process: RankProcess, config: Config, model_family: ModelFamily, show: bool, callbacks: Sequence[Callback]
+) -> dict[str, Any]:
     """Connect to the other ranks and train, watched."""
     job_rank, device, report = process
     rank, ranks = job_rank.rank, job_rank.ranks
@@ -199,6 +212,7 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
         notes = [text for text in (*advice, shared_gpu_note(ranks), communicators.note) if text]
         notes += model_family.notes(config)
         parts = {"model_family": model_family, "device": device, "watchdog": watchdog, "start": start}
+        parts["callbacks"] = callbacks
         with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
             summary = trainer.train(stream, notes=notes)
         communicators.close()

@@ -55,6 +55,8 @@ from seqloom.simulate import simulate
 from seqloom.simulate.memory import peak_memory
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.logging import (
+    Callback,
+    Callbacks,
     Metrics,
     RankMeasurement,
     StartUp,
@@ -111,6 +113,7 @@ class Trainer(AbstractContextManager):
         device: torch.device | str = "cpu",
         watchdog: Watchdog | None = None,
         start: StartUp | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """Build model, optimiser and planner, and load the latest checkpoint if the config says so.
 
@@ -121,6 +124,7 @@ class Trainer(AbstractContextManager):
             device: of this rank.
             watchdog: is told what comes next.
             start: is told what comes before the first step.
+            callbacks: are called on rank 0, those of the config after them; as many on all ranks.
         """
         config = setup.config
         self.setup, self.config, self.transport, self.device = setup, config, transport, torch.device(device)
@@ -143,6 +147,8 @@ class Trainer(AbstractContextManager):
                 *(setup, transport, self.parameters, self.bind, self.plans.broadcast),
                 *(partial(gather_vectors, transport=transport), self._compute_dtype, self.device),
             )
+            self._callbacks = Callbacks(callbacks, config.run.callbacks, leads=transport.rank == 0)
+            self._callbacks.told = self.checkpoints.latest
             self._checked = 0
             self._busy: list[BusyTime] = []  # of all ranks, in the latest step
             self._use_feedback()
@@ -175,21 +181,22 @@ class Trainer(AbstractContextManager):
     def train(self, stream: IO[str] | None = None, *, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Train to the last step; return the summary on rank 0, {} on others. Rank 0 shows progress on `stream`.
 
-        After a signal to leave all ranks return `left`, a sentence, instead; their checkpoint is complete.
+        After a signal to leave all ranks return `left`, a sentence, instead; their checkpoint is complete. A callback
+        may end the run after a step, as if that were the last.
         """
         metrics = self._open_metrics(stream)
         if metrics is not None:
             strategies = strategy_notes(self.config, self.setup.planners.strategies, self._resumed_strategies)
             for text in (*notes, *self._resume_notes, *strategies, *self._feedback_notes()):
                 metrics.note(self.start_step, text)
+            self._callbacks.train_begin(self.config.as_dict(), self.start_step, self.setup.steps)
         self._start.enter("planning")
-        evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
-        before, step_plan, within_error = "none before it", None, ""
-        if self._evaluation_due and evaluate_every:
+        before, step_plan, stopped = "none before it", None, None
+        if self._evaluation_due and self.config.evaluation.every:
             self._is_best(self.start_step, self.evaluate(self.start_step, metrics), metrics)
         for step, batch in self._planned_batches():
             self._enter_phase(f"step {step}, waiting for its plan ({before})")
-            step_plan = self.plans.take(step, batch.lengths)
+            last_plan, step_plan = step_plan, self.plans.take(step, batch.lengths)
             before = f"step {step}, plan {step_plan.plan_hash[:12]}"
             if step == self.start_step + 1:
                 self._enter_phase(f"{before}, warming up")
@@ -200,35 +207,62 @@ class Trainer(AbstractContextManager):
             self._enter_phase(before)
             record = self.train_step(step_plan, batch)
             if metrics is not None:
-                if step == self.start_step + 1:
-                    metrics.note(self.start_step, self._start.summary())
-                metrics.step(record)
-                if step_plan.fallback_reason:
-                    metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
-                if step_plan.within_error and not within_error:  # once, where such steps begin
-                    metrics.note(step, step_plan.within_error)
-                within_error = step_plan.within_error
-                if step > self.start_step + 1 and (drift := self.learn(step_plan, record)):
-                    metrics.note(step, drift)
+                self._log_step(metrics, record, step_plan, last_plan)
+                self._callbacks.step_end(record)
             self.checkpoints.poll()
             if self._checks.due(step):
                 self.check_step(step_plan, batch, metrics)
-            improved = False
-            if evaluate_every and step % evaluate_every == 0:
-                improved = self._is_best(step, self.evaluate(step, metrics), metrics)
+            improved = self._evaluate_if_due(step, metrics)
             if self._leaves_after(step):
                 return self.leave(step)
-            if improved or (save_every and step % save_every == 0) or step == self.setup.steps:
+            stopped = self._asked_to_stop(step)
+            every, ends = self.config.checkpoint.every, stopped is not None or step == self.setup.steps
+            if improved or ends or (every and step % every == 0):
                 self.save_checkpoint(step)
+            self._callbacks.checkpoint(self.checkpoints.latest)
+            if stopped is not None:
+                break
+        return self._finish(metrics, step_plan, stopped)
+
+    def _log_step(self, metrics: Metrics, record: StepRecord, step_plan: StepPlan, last_plan: StepPlan | None) -> None:
+        """Write a step and what is to be said of its plan, and learn from it. Rank 0 calls it."""
+        step, first = record.step, self.start_step + 1
+        if step == first:
+            metrics.note(self.start_step, self._start.summary())
+        metrics.step(record)
+        if step_plan.fallback_reason:
+            metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
+        if step_plan.within_error and not (last_plan and last_plan.within_error):  # once, where such steps begin
+            metrics.note(step, step_plan.within_error)
+        if step > first and (drift := self.learn(step_plan, record)):
+            metrics.note(step, drift)
+
+    def _evaluate_if_due(self, step: int, metrics: Metrics | None) -> bool:
+        """Evaluate after a step where that is due; return whether its checkpoint is the best so far."""
+        every = self.config.evaluation.every
+        return bool(every) and step % every == 0 and self._is_best(step, self.evaluate(step, metrics), metrics)
+
+    def _asked_to_stop(self, step: int) -> str | None:
+        """Return which callback has asked to end the run after this step; None: none has. All ranks call it."""
+        if not self._callbacks.names:
+            return None
+        asked = int(gather_values([self._callbacks.take_request()], self.transport, self.device)[0, 0])
+        return None if asked < 0 else f"step {step:,} of {self.setup.steps:,}, by {self._callbacks.names[asked]}"
+
+    def _finish(self, metrics: Metrics | None, last: StepPlan | None, stopped: str | None) -> dict[str, Any]:
+        """Write the trained model and the report; return the summary on rank 0, {} on others."""
         self._enter_phase("the end of the run", on_disk=True)
         # also when no step was left to do, since a crash may have come before this
         state = gather_state_dict(self.adapter.module, self.parameters, self.transport, self.device)
         if self.transport.rank == 0:
             folders = (self.config.run.output / name for name in (MODEL_FOLDER, ADAPTER_FOLDER))
             self._model_family.save(self.config, self.adapter.module, state, *folders)
-        totals = {} if metrics is None else {**metrics.summary(), "best": self._best}
+        self.checkpoints.wait()
+        totals = {} if metrics is None else {**metrics.summary(), "best": self._best, "stopped": stopped}
         if metrics is not None:
-            self._save_report(totals, step_plan)
+            self._save_report(totals, last)
+            self._callbacks.checkpoint(self.checkpoints.latest)
+            self._callbacks.train_end(totals)
         if self._watchdog is not None:
             self._watchdog.finish()
         return totals
@@ -505,6 +539,7 @@ class Trainer(AbstractContextManager):
         loss = total / sum(batch.valid_tokens for batch in batches)
         if metrics is not None:
             metrics.evaluation(step, loss)
+            self._callbacks.evaluate(step, loss)
         return loss
 
     def _is_best(self, step: int, loss: float | None, metrics: Metrics | None) -> bool:
