@@ -25,6 +25,7 @@ def told(folder):
     return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_what_is_told_and_a_step_that_ends_the_run(fork_server, tmp_path):
     callbacks = [RecordingCallback(tmp_path / "told.jsonl", stops_after=3)]
     summary = train(RECIPE, overrides=overrides(tmp_path / "run"), ranks=2, callbacks=callbacks, show=False)
@@ -63,6 +64,7 @@ def test_a_run_goes_on_where_a_callback_has_ended_it(fork_server, seqloom_here, 
     assert json.loads(rest.stdout)["steps"] == 8 and json.loads(rest.stdout)["stopped"] is None
 
 
+@pytest.mark.slow
 def test_one_that_fails_ends_the_run_and_is_named(fork_server, tmp_path):
     callbacks = [RecordingCallback(tmp_path / "told.jsonl", fails_after=2)]
     with pytest.raises(

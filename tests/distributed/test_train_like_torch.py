@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from seqloom.data import IGNORE_INDEX, StoreWriter
 from seqloom.train.config import Config
 from seqloom.train.model import matches_name
-from seqloom.train.optim import learning_rate
+from seqloom.train.optim import learning_rate, make_optimiser
 from seqloom.train.setup import RunSetup
 from support.runs import logged
 from support.tiny_models import VOCABULARY, tiny_model
@@ -26,6 +26,7 @@ KINDS = {
     "frozen": FROZEN,
     "muon": {"optimiser__name": "muon", "optimiser__weight_decay": 0.5},
     "frozen muon": {**FROZEN, "optimiser__name": "muon", "optimiser__momentum": 0.8},
+    "adamw8bit": {"optimiser__name": "adamw8bit"},
     "sgd": {"optimiser__name": "sgd", "optimiser__momentum": 0.9, "optimiser__lr": 0.1},
     "plain sgd": {"optimiser__name": "sgd", "optimiser__lr": 0.1},
 }
@@ -122,6 +123,8 @@ def torch_optimisers(model, given):
     groups = [group for group in groups if group["params"]]
     if given.name == "sgd":
         return [torch.optim.SGD(groups, lr=given.lr, momentum=given.momentum or 0.0)]
+    if given.name == "adamw8bit":  # whose formula is tested by itself: tests/unit/train/test_optim.py
+        return [make_optimiser(dict(named), given)]
     own = [torch.optim.AdamW(groups, lr=given.lr, betas=given.betas, eps=given.eps)] if groups else []
     if hidden:
         options = {"weight_decay": given.weight_decay, "momentum": given.momentum or 0.95}
@@ -138,7 +141,7 @@ CASES = [
     pytest.param(kind, layout, marks=[] if (kind, layout) in QUICK else [pytest.mark.slow])
     for kind in KINDS
     for layout in LAYOUTS
-    if layout == "full" or "sgd" not in kind
+    if (layout == "full" or "sgd" not in kind) and (kind, layout) != ("adamw8bit", "tensor")
 ]
 
 
@@ -153,7 +156,7 @@ def test_losses_and_parameters_are_those_of_plain_torch(seqloom_here, place, kin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["frozen muon", "sgd"])
+@pytest.mark.parametrize("kind", ["frozen muon", "adamw8bit", "sgd"])
 def test_checkpoints_hold_what_is_trained_and_a_run_resumes_on_other_ranks(seqloom_here, place, kind):
     whole, state = trained(seqloom_here, place, f"{kind}-whole", "--ranks", "2", **KINDS[kind])
     half = place / f"{kind}-whole" / "checkpoints" / "step-00000002"
@@ -179,6 +182,7 @@ def test_checkpoints_hold_what_is_trained_and_a_run_resumes_on_other_ranks(seqlo
         ({"optimiser__name": "mun"}, "optimiser.name = 'mun'"),
         ({"optimiser__momentum": 0.5}, "optimiser.momentum = 0.5 with optimiser.name = 'adamw'"),
         ({"optimiser__name": "sgd", "optimiser__betas": "[0.5, 0.5]"}, "optimiser.betas = (0.5, 0.5) with"),
+        ({"optimiser__name": "adamw8bit", "plan__tensor": 2}, "set tensor to 1, or name to 'adamw'"),
         ({"optimiser__name": "muon", "optimiser__offload": "true"}, "AdamW alone is updated in host memory"),
     ],
 )

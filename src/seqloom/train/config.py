@@ -345,10 +345,11 @@ class Pipelining:
 
 @_checked
 class Optimiser:
-    """AdamW, Muon or SGD. Matrices are decayed, norms and biases are not."""
+    """AdamW, also with moments of 8 bits, Muon or SGD. Matrices are decayed, norms and biases are not."""
 
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """adamw; muon: torch's, for the matrices of layers, and AdamW for all else, with one learning rate; sgd."""
+    name: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
+    """adamw; adamw8bit: with moments of one byte; muon: torch's, for the matrices of layers, and AdamW for all else,
+    with one learning rate; sgd."""
     lr: PositiveReal = 3e-4
     """The highest learning rate; `schedule` says what share of it a step has."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -368,7 +369,7 @@ class Optimiser:
 
     def __post_init__(self) -> None:
         defaults = {each.name: each.default for each in fields(Optimiser)}  # pyrefly: ignore
-        unused = {"adamw": ("momentum",), "muon": (), "sgd": ("betas", "eps")}[self.name]
+        unused = {"adamw": ("momentum",), "adamw8bit": ("momentum",), "muon": (), "sgd": ("betas", "eps")}[self.name]
         for key in unused:
             if getattr(self, key) != defaults[key]:
                 raise SeqloomError(
@@ -477,6 +478,11 @@ class Config:
             raise SeqloomError(
                 f"schedule.warmup = {self.schedule.warmup} is more than run.steps = {self.run.steps}, so the rate "
                 "never gets to optimiser.lr; lower warmup"
+            )
+        if self.optimiser.name == "adamw8bit" and self.plan.tensor != 1:
+            raise SeqloomError(
+                f"optimiser.name = 'adamw8bit' with plan.tensor = {self.plan.tensor!r}: rows of divided matrices are "
+                "cut, and with them the blocks of its moments; set tensor to 1, or name to 'adamw'"
             )
         self._check_planner()
         resume = self.checkpoint.resume
