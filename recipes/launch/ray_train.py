@@ -17,7 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 def train_rank(options: dict[str, Any]) -> None:
     """Train as a rank: a worker of Ray, which has chosen the GPU and made the process group."""
-    from seqloom.cli.train import model_family_of
+    from seqloom.train import model_family_of
     from seqloom.train.config import Config
     from seqloom.train.launch import train_in_process_group
 

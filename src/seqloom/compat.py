@@ -206,6 +206,14 @@ def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
     return type(like)(local, spec, requires_grad=False)
 
 
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the orthogonal matrix nearest to a matrix, about, in bfloat16, as torch's Muon computes it."""
+    from torch.optim import _muon
+
+    coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+    return _muon._zeropower_via_newtonschulz(matrix, coefficients, _muon.DEFAULT_NS_STEPS, _muon.EPS)
+
+
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     """Return where this rank's shard begins in a DTensor, axis by axis."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -52,7 +52,30 @@ def test_a_rank_that_differs_is_named_on_all(gloo_pool, changes, version, words)
 
 def test_rank_0_chooses(gloo_pool):
     found = gloo_pool.run(loaded, ())
-    assert found == [RunChoices(1, ())] * 8
+    assert found == [RunChoices(Config.load(RECIPE, SMALL).data, 1, ())] * 8
+
+
+def prepared(transport, folder):
+    """Every rank's store of a file that the config names, and what it was told; every sign of progress is sent."""
+    before, launch.PROGRESS_S, shown = launch.PROGRESS_S, -1.0, []
+    try:
+        words = (f"data.source={folder / 'a.jsonl'}", "data.tokenizer=bytes", f"run.output={folder / 'run'}")
+        config = Config.load(RECIPE, [*SMALL, *words])
+        return launch.load_alike(config, on_one_node(transport), show=shown.append).config.data, shown
+    finally:
+        launch.PROGRESS_S = before
+
+
+def test_rank_0_prepares_documents_and_says_so_meanwhile(gloo_pool, tmp_path):
+    lines = [f'{{"text": "{"ab" * (1 + k % 40)}"}}' for k in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    found = gloo_pool.run(prepared, tmp_path)
+    stores, shown = {data.source for data, _ in found}, [told for _, told in found]
+    [store] = stores
+    assert store.parent == tmp_path / "run" / "data" and (store / "meta.json").is_file()
+    assert shown == [shown[0]] * 8 and shown[0][0] == "preparing a.jsonl" and "60 documents" in shown[0][-1]
+    again = gloo_pool.run(prepared, tmp_path)
+    assert {data.source for data, _ in again} == stores and "are prepared in" in again[0][1][-1]
 
 
 def test_what_rank_0_refuses_all_refuse(gloo_pool):

@@ -212,6 +212,16 @@ def test_peft_reads_the_adapters_and_transformers_the_merged_model(place, two):
         )
 
 
+def test_a_checkpoint_is_exported_with_its_adapters(seqloom_here, place, two, tmp_path):
+    result = seqloom_here("export", place / "two", "--out", tmp_path / "out", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["adapter"] == str(tmp_path / "out" / "adapter")
+    for name, own in (("model", tmp_path / "out"), ("adapter", tmp_path / "out" / "adapter")):
+        for file in (place / "two" / name).glob("*.safetensors"):
+            assert (own / file.name).read_bytes() == file.read_bytes()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
+
+
 @pytest.mark.slow
 def test_dropout_of_adapters_is_the_same_under_any_plan(seqloom_here, place):
     options = {"model__lora__dropout": 0.3}

@@ -16,9 +16,10 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, run_block):
     blocks = FENCE.findall(PAGE)
-    assert [language for language, _ in blocks] == ["sh", "sh", "python", "toml"]
-    for language, block in blocks[:3]:
-        run_block(language, block)
+    assert [language for language, _ in blocks] == ["sh", "toml", "sh", "python", "toml"]
+    for language, block in blocks:
+        if language != "toml":
+            run_block(language, block)
     store = TokenStore(tmp_path / "store")
     assert store.meta.prepared["counts"] == {
         "records": 5,
@@ -36,7 +37,9 @@ def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, run_block):
 
 
 def test_the_mixture_of_the_page_is_one():
-    [block] = [block for language, block in FENCE.findall(PAGE) if language == "toml"]
+    named, block = [block for language, block in FENCE.findall(PAGE) if language == "toml"]
+    own = Data(**tomllib.loads(named)["data"], sequences=1)
+    assert len(own.source) == 2 and own.fields.prompt == "question"
     data = Data(**tomllib.loads(block)["data"], sequences=1)
     assert data.sources is not None and [str(each.path) for each in data.sources] == ["web", "code", "maths"]
     assert sum(each.weight for each in data.sources) == pytest.approx(1)

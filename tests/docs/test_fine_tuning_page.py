@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:torch.
 
 def test_the_page_runs_from_an_empty_folder(tmp_path, run_block):
     blocks = FENCE.findall(PAGE)
-    assert [language for language, _ in blocks] == ["python", "toml", "sh", "python"]
+    assert [language for language, _ in blocks] == ["python", "toml", "sh", "python", "toml", "python"]
     said = []
     for language, block in blocks:
         if language == "toml":
@@ -26,7 +26,8 @@ def test_the_page_runs_from_an_empty_folder(tmp_path, run_block):
             (tmp_path / name).write_text(block)
         else:
             said.append(run_block(language, block))
-    store, chats = TokenStore(tmp_path / "store"), (tmp_path / "chats.jsonl").read_text().splitlines()
+    [folder] = (tmp_path / "run" / "data").iterdir()
+    store, chats = TokenStore(folder), (tmp_path / "chats.jsonl").read_text().splitlines()
     assert len(store) == len(chats) and set(store.valid.tolist()) == {4}, "y, e, s and the end"
     planned = document_lengths(str(tmp_path / "chats.jsonl"), tokenizer=str(tmp_path / "tiny-chat"))
     assert planned.lengths.tolist() == store.lengths.tolist()
@@ -36,6 +37,7 @@ def test_the_page_runs_from_an_empty_folder(tmp_path, run_block):
     listed = PAGE.split("    run/\n")[1].split("\n\n")[0]
     made = {path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")}
     assert made == set(re.findall(r"^ {6}(\S+)", listed, re.MULTILINE))
+    assert (tmp_path / "best" / "adapter").is_dir() and (tmp_path / "best" / "config.json").is_file()
     report = (tmp_path / "run" / "report.html").read_text()
     assert "30 steps" in report and not re.search(r'(src|href)="(?!data:|#)', report), "it fetches nothing"
 

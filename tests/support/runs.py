@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from seqloom.params.interface import local_tensor
 from seqloom.plan import Plan
 from seqloom.planners.plan_ahead import PlanAhead, StepPlan
 from seqloom.simulate import predicted_ns
-from seqloom.train import checkpoint, step_checks
+from seqloom.train import Callback, checkpoint, step_checks
 from seqloom.train import trainer as trainer_module
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Config
@@ -242,3 +242,38 @@ def crash_while_saving(folder: Path, where: str) -> None:
     setattr(module, name, lambda *args, **options: os._exit(9))
     checkpoints.save(2, **state, extra={})
     checkpoints.wait()
+
+
+class RecordingCallback(Callback):
+    """Writes what it is told to a file, line by line; asks to stop, or fails, after a step."""
+
+    def __init__(self, file: Path, *, stops_after: int = 0, fails_after: int = 0) -> None:
+        """Write to a new file."""
+        self._file, self._stops_after, self._fails_after = file, stops_after, fails_after
+
+    def _write(self, *values: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def on_train_begin(self, config: Mapping[str, Any], start_step: int, steps: int) -> None:
+        """Note where the run begins."""
+        self._write("begin", start_step, steps, config["plan"]["planner"])
+
+    def on_step_end(self, record: StepRecord) -> bool:
+        """Note step and loss."""
+        self._write("step", record.step, record.loss)
+        if record.step == self._fails_after:
+            raise ValueError("no more")
+        return record.step == self._stops_after
+
+    def on_evaluate(self, step: int, loss: float) -> None:
+        """Note the loss."""
+        self._write("evaluate", step, loss)
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Note whether it is complete."""
+        self._write("checkpoint", step, (path / "seqloom.json").is_file())
+
+    def on_train_end(self, summary: Mapping[str, Any]) -> None:
+        """Note the last loss."""
+        self._write("end", summary["final_loss"])

@@ -13,7 +13,21 @@ import typer
 from click import Context, HelpFormatter
 from typer.core import TyperGroup
 
-from seqloom.cli import bench, check, compare, data, demo, doctor, plan, presets, profile, propose, schedule, train
+from seqloom.cli import (
+    bench,
+    check,
+    compare,
+    data,
+    demo,
+    doctor,
+    export,
+    plan,
+    presets,
+    profile,
+    propose,
+    schedule,
+    train,
+)
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
@@ -68,7 +82,7 @@ def root(
 # In the order of the help.
 for verb in (
     *(demo.demo, plan.plan, compare.compare, plan.simulate, propose.propose, schedule.schedule, profile.profile),
-    *(check.check, train.train, train.verify, train.replay, doctor.doctor, bench.bench),
+    *(check.check, train.train, train.verify, train.replay, export.export, doctor.doctor, bench.bench),
 ):
     app.command(verb.__name__)(verb)
 app.command("list")(presets.list_presets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +42,8 @@ def check(
 ) -> None:
     """Say what a training run will be before it is launched: data, steps, predicted times and memory.
 
-    Plans the first batches and starts nothing. Exit code 2, and the reason, when the run could not start.
+    Plans the first batches and starts nothing; documents are prepared where the run finds them. Exit code 2, and the
+    reason, when the run could not start.
 
     \b
     Example:
@@ -58,7 +60,8 @@ def check(
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
-    run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches, _describe)
+    show = partial(typer.echo, err=True)
+    run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches, _describe, show)
     _check_model(loaded, run)
     with shared.planning_progress(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
         planned = predict_steps(run, progress)
@@ -79,7 +82,7 @@ def _describe(config: Config) -> ModelSpec:
 
     if config.model.lora is not None:
         import_extra("checking the model of this run", "train,hf", "torch")
-        from seqloom.cli.train import model_family_of
+        from seqloom.train import model_family_of
 
         return model_family_of(config).describe(config)
     folder = config.model.huggingface
@@ -99,8 +102,8 @@ def _check_model(config: Config, run: RunCheck) -> None:
     import_extra("checking the model of this run", "train,hf" if model.huggingface else "train", "torch")
     import torch
 
-    from seqloom.cli.train import model_family_of
     from seqloom.models import use_float8
+    from seqloom.train import model_family_of
     from seqloom.train.launch import check_compilers
     from seqloom.train.model import check_expert_bias, check_splits, parameter_dtypes, state_shapes
 

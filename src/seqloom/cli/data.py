@@ -13,7 +13,6 @@ from seqloom.cli import shared
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
-    from seqloom.data.prepare import PrepareResult
     from seqloom.data.records import TextUnit
     from seqloom.data.source import TooLong
 
@@ -30,7 +29,8 @@ def prepare(
     inputs: Annotated[
         list[str],
         Argument(
-            help="Files (.jsonl, .parquet, .txt, .jsonl.gz, .txt.gz), folders, or globs in quotes.", metavar="INPUT"
+            help="Files (.jsonl, .parquet, .txt, .jsonl.gz, .txt.gz), folders, globs in quotes, or hf:org/name.",
+            metavar="INPUT",
         ),
     ],
     out: Annotated[Path, Option(help="Folder of the store; it must not exist.")],
@@ -92,24 +92,5 @@ def prepare(
     shared.report(
         json,
         lambda: {**asdict(done), "path": str(done.path), "max_length": max_length, "too_long": too_long},
-        lambda _: _print_summary(done, too_long),
+        lambda _: typer.echo("\n".join(done.lines(too_long))),
     )
-
-
-def _print_summary(done: PrepareResult, too_long: str) -> None:
-    counts = done.counts
-    lines = [
-        f"{done.documents:,} documents, {done.tokens:,} tokens of which {done.valid:,} count, "
-        f"longest {done.longest:,}, vocabulary {done.vocabulary:,}"
-    ]
-    if counts.empty or counts.nothing_to_learn:
-        lines.append(f"left out: {counts.empty:,} empty, {counts.nothing_to_learn:,} with nothing to learn")
-    if counts.too_long:
-        happened = "truncated" if too_long == "truncate" else "dropped"
-        lines.append(f"too long: {counts.too_long:,} {happened}, {counts.tokens_lost:,} tokens lost")
-    if counts.merged:
-        lines.append(f"merged: in {counts.merged:,} a token lies across the border of prompt and answer, and counts")
-    if done.other_files:
-        lines.append(f"not read: {len(done.other_files):,} files of other kinds, {done.other_files[0]} among them")
-    for line in (*lines, f"wrote {done.path}"):
-        typer.echo(line)

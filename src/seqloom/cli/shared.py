@@ -296,6 +296,8 @@ class Source:
     def _may_be_documents(self) -> bool:
         """Whether this is more than a sampler or a plain file of lengths."""
         path = Path(self.name)
+        if self.name.startswith("hf:"):
+            return True
         if self.note is not None or (
             not path.exists() and not any(sign in self.name for sign in "*?[") and self.name != "-"
         ):

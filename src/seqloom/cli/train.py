@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,13 +21,9 @@ if TYPE_CHECKING:
     from seqloom.profiling.replay import Replay
     from seqloom.profiling.verify import PlanComparison
     from seqloom.train.config import Config
-    from seqloom.train.model import ModelFamily
 
 DTYPES = ("float64", "float32")
 USUAL_PLANNERS = "static,adaptive,flex,zones"
-REFERENCE, HUGGINGFACE = "seqloom.train.model", "seqloom.integrations.transformers.loading"
-"""Modules that build models."""
-
 Ranks = Annotated[
     int | None, Option(callback=shared.at_least_one, help="Processes to start here; without it, the config's.")
 ]
@@ -54,38 +49,26 @@ def train(
         seqloom train recipes/tiny-cpu.toml --ranks 4
         torchrun --nproc-per-node 4 -m seqloom train recipes/tiny-cpu.toml
     """
-    from seqloom.train.fork_server import check_cores, start_fork_server
-
-    if ranks is not None:
-        check_cores(ranks)
-    import_extra("seqloom train", "train,data", "torch")
-    from seqloom.train.config import Config
-
-    loaded, launched = Config.load(config, overrides or []), shared.launched(ranks)
-    if not launched:  # before this process loads torch
-        start_fork_server("seqloom.train.launch", REFERENCE if loaded.model.huggingface is None else HUGGINGFACE)
-    from seqloom.train.launch import train_as_launched_rank, train_on_processes
+    from seqloom.train import Config
+    from seqloom.train import train as run
     from seqloom.train.run_folder import REPORT_FILE
 
-    options = {"model_family": model_family_of(loaded), "share_gpu": share_gpu, "show": not json}
-    if launched:
-        summary = train_as_launched_rank(loaded, **options)
-    else:
-        summary = train_on_processes(loaded, ranks or loaded.run.ranks, ends_process=True, **options)
+    loaded = Config.load(config, overrides or [])
+    summary = run(loaded, ranks=ranks, share_gpu=share_gpu, show=not json, ends_process=True)
     if summary:  # of the first rank
+        speed = summary["tokens_per_second"]
         text = (
             f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
-            f"{summary['tokens_per_second'] or 0:,.0f} tokens/s\ncheckpoints and metrics: {loaded.run.output}\n"
+            f"{'already complete' if speed is None else f'{speed:,.0f} tokens/s'}\n"
+            f"checkpoints and metrics: {loaded.run.output}\n"
             f"trained model: {loaded.run.output / 'model'}\nreport: {loaded.run.output / REPORT_FILE}"
         )
+        if summary["stopped"] is not None:
+            text = f"stopped after {summary['stopped']}\n{text}"
+        if summary["best"] is not None:
+            best = summary["best"]
+            text += f"\nbest checkpoint: step {best['step']}, loss {best['loss']:.4f} on the validation documents"
         shared.report(json, lambda: summary, lambda _: typer.echo(text))
-
-
-def model_family_of(config: Config) -> ModelFamily:
-    """Return how to build and write the model that a config names: a Hugging Face folder, or the reference model."""
-    if config.model.huggingface is None:
-        return import_module(REFERENCE).REFERENCE
-    return import_module(HUGGINGFACE).HUGGINGFACE
 
 
 def verify(
@@ -149,10 +132,11 @@ def _verify_batches(
     import torch
 
     from seqloom.profiling.verify import plan_batch, verify, verify_on_processes
+    from seqloom.train import model_family_of
     from seqloom.train.setup import RunSetup
 
     family = model_family_of(config)
-    setup = RunSetup.load(config, ranks, describe=family.describe)
+    setup = RunSetup.load(config, ranks, describe=family.describe, show=partial(typer.echo, err=True))
     config, seed, precision = setup.config, config.model.seed, getattr(torch, dtype)
     sample = setup.sampler.peek(batches)
     planners: list[list[str | PlannerChoice]] = [[*names] for _ in sample]
@@ -193,6 +177,7 @@ def replay(
     import_extra("seqloom replay", "train", "torch")
     from seqloom.profiling.replay import DTYPES, load_dump
     from seqloom.profiling.replay import replay as run_again
+    from seqloom.train import model_family_of
 
     found, config = load_dump(dump)
     dtype = dtype or config.model.dtype

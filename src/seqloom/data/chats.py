@@ -71,6 +71,11 @@ class ChatTemplate:
             reason = getattr(error, "strerror", None) or error
             raise SeqloomError(f"chat template {str(path)!r} cannot be read ({reason}); name a Jinja file") from None
 
+    @property
+    def digest(self) -> str:
+        """Digest of the template, or of all that the tokenizer has."""
+        return hashlib.sha256(repr(self.template or self.tokenizer.chat_template).encode()).hexdigest()
+
     def encode(self, chat: Chat, where: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a chat, int64[n], and whether the loss counts each, bool[n]; `where` is for messages."""
         import_extra("a chat template", "hf", "jinja2")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seqloom.data.hub import HUB
 from seqloom.data.prepare import PrepareCounts, encode_records, is_learnable, record_chunks
 from seqloom.data.records import GLOB_SIGNS, Record, RecordFields, find_files, read_jsonl, read_lines
 from seqloom.data.store import META, TokenStore
@@ -55,7 +56,7 @@ def document_lengths(
         lines = read_lines(io.BytesIO(data), "standard input")
         records = [record for record, _ in read_jsonl(lines, "standard input", RecordFields())]
         return _lengths(name, [records], tokenizer, chat_template)
-    folder = path.is_dir() or (not path.exists() and any(sign in name for sign in GLOB_SIGNS))
+    folder = name.startswith(HUB) or path.is_dir() or (not path.exists() and any(sign in name for sign in GLOB_SIGNS))
     if folder or path.suffix.lower() == ".gz":
         _refuse_options(name, "read as the documents of a data set", column=column)
     elif column is not None or not _holds_records(path, tokenizer):

@@ -5,7 +5,7 @@ inputs  --find_files, read_records-->  Record  --Tokenizer-->  ids and loss mask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 
 from seqloom.data.chats import Chat
+from seqloom.data.hub import HubDataset
 from seqloom.data.records import Record, RecordFields, TextUnit, find_files, read_records
 from seqloom.data.source import TooLong, check_length_policy, too_long_error
 from seqloom.data.store import StoreWriter, require_new_folder
@@ -49,9 +50,29 @@ class PrepareResult:
     files: int = 1  # that were read
     other_files: tuple[str, ...] = ()  # in the folders of the input, of kinds that are not read
 
+    def lines(self, too_long: str = "refuse") -> list[str]:
+        """Say what is in the store and what was left out; `too_long` is the policy for long documents."""
+        counts = self.counts
+        lines = [
+            f"{self.documents:,} documents, {self.tokens:,} tokens of which {self.valid:,} count, "
+            f"longest {self.longest:,}, vocabulary {self.vocabulary:,}"
+        ]
+        if counts.empty or counts.nothing_to_learn:
+            lines.append(f"left out: {counts.empty:,} empty, {counts.nothing_to_learn:,} with nothing to learn")
+        if counts.too_long:
+            happened = "truncated" if too_long == "truncate" else "dropped"
+            lines.append(f"too long: {counts.too_long:,} {happened}, {counts.tokens_lost:,} tokens lost")
+        if counts.merged:
+            lines.append(
+                f"merged: in {counts.merged:,} a token lies across the border of prompt and answer, and counts"
+            )
+        if self.other_files:
+            lines.append(f"not read: {len(self.other_files):,} files of other kinds, {self.other_files[0]} among them")
+        return [*lines, f"wrote {self.path}"]
+
 
 def prepare(
-    inputs: Iterable[str | Path],
+    inputs: Iterable[str | Path | HubDataset],
     out: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
@@ -65,7 +86,8 @@ def prepare(
     """Write a token store. The same input gives the same bytes; a run that fails leaves nothing.
 
     Args:
-        inputs: .jsonl, .parquet and .txt files, .gz among them, and folders and globs of these, read in this order.
+        inputs: .jsonl, .parquet and .txt files, .gz among them, folders and globs of these, and data sets of Hugging
+            Face (`hf:org/name`, see `data.hub`), read in this order.
         out: the folder to create; it must not exist.
         tokenizer: for texts and chats. Files of ids need none.
         vocabulary: ids are below this; without it, the tokenizer's.
@@ -114,10 +136,10 @@ def _check_vocabulary(tokenizer: Tokenizer | None, vocabulary: int | None) -> in
 
 
 def record_chunks(
-    paths: list[Path], fields: RecordFields, unit: TextUnit, progress: Callable[[float], None] | None
+    paths: Sequence[Path | HubDataset], fields: RecordFields, unit: TextUnit, progress: Callable[[float], None] | None
 ) -> Iterator[list[Record]]:
     """Yield the records of all files in order, about `CHUNK` characters at a time."""
-    sizes = [path.stat().st_size for path in paths]
+    sizes = [path.size if isinstance(path, HubDataset) else path.stat().st_size for path in paths]
     total = max(sum(sizes), 1)
     chunk: list[Record] = []
     size = 0

@@ -1,6 +1,6 @@
 """Records of files: which files, lines or rows of them, and what a record is.
 
-    .jsonl, .parquet, .txt, .jsonl.gz, .txt.gz; globs and folders of them  --find_files, read_records-->  Record
+    .jsonl, .parquet, .txt, .jsonl.gz, .txt.gz; globs and folders of them; hf:...  --find_files, read_records-->  Record
 
 A record is one text, a prompt with its answer, a chat, or token ids, with labels or without. The first record of a
 file, or its schema, decides which. Every record is looked at: one that is something else, or could be, is refused.
@@ -21,6 +21,7 @@ from typing import IO, Any, Literal, NamedTuple, cast
 import numpy as np
 
 from seqloom.data.chats import OPTIONS, Chat, parse_messages, parse_options
+from seqloom.data.hub import HUB, HubDataset
 from seqloom.data.source import IGNORE_INDEX
 from seqloom.errors import SeqloomError, import_extra
 
@@ -42,25 +43,30 @@ TextUnit = Literal["line", "file"]
 # ---- Files
 
 
-def find_files(inputs: Iterable[str | Path]) -> tuple[list[Path], list[Path]]:
+def find_files(inputs: Iterable[str | Path | HubDataset]) -> tuple[list[Path | HubDataset], list[Path]]:
     """Return the files that inputs name, and those of other kinds in folders among them, which are not read.
 
     A folder is all files below it, a glob all files that it matches, each in the order of their names; what begins with
-    a dot is left out. What cannot be read, and a file that is named twice, is refused before any work.
+    a dot is left out. `hf:...` is a data set, opened (`hub`). What cannot be read, and a file that is named twice, is
+    refused before any work.
     """
-    found: list[Path] = []
+    found: list[Path | HubDataset] = []
     others: list[Path] = []
-    for name in map(str, inputs):
+    for each in inputs:
+        if isinstance(each, HubDataset) or str(each).startswith(HUB):
+            found.append(each if isinstance(each, HubDataset) else HubDataset.open(str(each)))
+            continue
+        name = str(each)
         path, shown = Path(name), repr(name)
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
-            own = [file for file in files if _suffix(file)]
-            others += [file for file in files if not _suffix(file)]
+            files = sorted(file for file in path.rglob("*") if file.is_file() and not is_hidden(file.relative_to(path)))
+            own = [file for file in files if file_kind(file)]
+            others += [file for file in files if not file_kind(file)]
             if not own:
                 raise SeqloomError(f"{shown} has no file of {', '.join(SUFFIXES)} in it; name another folder")
             found += own
         elif path.is_file() or not any(sign in name for sign in GLOB_SIGNS):
-            if not _suffix(path):
+            if not file_kind(path):
                 raise SeqloomError(f"{shown} is none of {', '.join(SUFFIXES)}; name files of these kinds")
             if not path.is_file():
                 raise SeqloomError(f"{shown} does not exist; check the path, it is relative to {Path.cwd()}")
@@ -70,26 +76,28 @@ def find_files(inputs: Iterable[str | Path]) -> tuple[list[Path], list[Path]]:
             if not matches:
                 raise SeqloomError(f"no file matches {shown}; check the pattern, it is relative to {Path.cwd()}")
             for match in matches:
-                if not match.is_file() or not _suffix(match):
+                if not match.is_file() or not file_kind(match):
                     wrong = "a folder" if match.is_dir() else f"none of {', '.join(SUFFIXES)}"
                     raise SeqloomError(f"{shown} matches {str(match)!r}, which is {wrong}; narrow the pattern")
             found += matches
     if not found:
         raise SeqloomError(f"no input; name at least one file, {', '.join(SUFFIXES)}, or a folder of them")
-    seen: set[Path] = set()
-    for path in found:
-        if path.resolve() in seen:
-            raise SeqloomError(f"{str(path)!r} is named twice; name every file once")
-        seen.add(path.resolve())
+    seen: set[str | Path] = set()
+    for each in found:
+        own, name = (each.name, each.name) if isinstance(each, HubDataset) else (each.resolve(), str(each))
+        if own in seen:
+            raise SeqloomError(f"{name!r} is named twice; name every file once")
+        seen.add(own)
     return found, others
 
 
-def _suffix(path: Path) -> str | None:
-    """Return the one of `SUFFIXES` that a file has."""
+def file_kind(path: Path) -> str | None:
+    """Return the one of `SUFFIXES` that a file has; None: it is no file of records."""
     return next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
 
 
-def _hidden(path: Path) -> bool:
+def is_hidden(path: Path) -> bool:
+    """Whether a part of a path begins with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
 
@@ -141,6 +149,8 @@ class RecordFormat(NamedTuple):
 class RecordFields:
     """Field names that the user gave. With none given, usual names are recognized."""
 
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
+
     text: str | None = None  # field with a whole text
     prompt: str | None = None
     answer: str | None = None  # beside a prompt; the loss counts the answer only
@@ -179,9 +189,11 @@ class RecordFields:
         return RecordFormat(kind, (*fields, "labels") if kind == "ids" and "labels" in present else fields)
 
 
-def read_records(path: Path, fields: RecordFields, unit: TextUnit) -> Iterator[tuple[Record, float]]:
+def read_records(path: Path | HubDataset, fields: RecordFields, unit: TextUnit) -> Iterator[tuple[Record, float]]:
     """Yield the records of a file, each with the share of the file that is read by then, 0 .. 1."""
-    suffix = _suffix(path)
+    if isinstance(path, HubDataset):
+        return _read_dataset(path, fields)
+    suffix = file_kind(path)
     if suffix in (".jsonl", ".jsonl.gz"):
         return read_jsonl(_read_lines(path), str(path), fields)
     if suffix == ".parquet":
@@ -228,6 +240,13 @@ def _read_parquet(path: Path, fields: RecordFields) -> Iterator[tuple[Record, fl
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise SeqloomError(f"{path}: not a readable Parquet file ({reason}); write it again") from None
+
+
+def _read_dataset(data: HubDataset, fields: RecordFields) -> Iterator[tuple[Record, float]]:
+    format_ = fields.detect(data.columns, data.name)
+    columns = [*format_.fields, *(name for name in OPTIONS if name in data.columns)]
+    for row, value in data.read(columns):
+        yield _parse_record(format_, value, f"{data.name}, row {row}"), row / max(len(data.rows), 1)
 
 
 def _read_text(path: Path, unit: TextUnit) -> Iterator[tuple[Record, float]]:

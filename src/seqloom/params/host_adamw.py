@@ -109,11 +109,11 @@ class HostAdamW(torch.optim.AdamW):
 
     def _named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for group in self.param_groups:
-            yield from zip(group["param_names"], group["params"], strict=True)
+            yield from zip(group.get("param_names", ()), group["params"], strict=True)
 
     def _parts(self) -> Iterator[Part]:
         for group in self.param_groups:
-            for name, master in zip(group["param_names"], group["params"], strict=True):
+            for name, master in zip(group.get("param_names", ()), group["params"], strict=True):
                 shard = self._shards[name]
                 if shard.grad is None or not local_tensor(shard.detach()).numel():
                     continue

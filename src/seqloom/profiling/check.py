@@ -17,6 +17,7 @@ from seqloom.api import Evaluation, evaluate
 from seqloom.cost import CostModel
 from seqloom.cost.engines import AnalyticEngine
 from seqloom.data import Batch, JoinedSource, LengthLimitedSource, Sampler, Source
+from seqloom.data.documents import Show
 from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
@@ -27,7 +28,7 @@ from seqloom.planners.uniform import fastest_static_degree
 from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import peak_host_memory
 from seqloom.train.config import Config
-from seqloom.train.logging import import_trackers
+from seqloom.train.logging import import_trackers, load_callbacks
 from seqloom.train.run_folder import Manifest, RunLock, latest_checkpoint, resumed_checkpoint
 from seqloom.train.setup import Describe, RunPlanners, RunSetup, make_sampler, open_documents
 
@@ -162,15 +163,19 @@ def optimiser_bytes(evaluations: Sequence[Evaluation], cost: CostModel) -> int:
     return int(peak_host_memory(without_offload(evaluations[0].plan), cost).max())
 
 
-def inspect_run(config: Config, ranks: int, batches: int = 8, describe: Describe | None = None) -> RunCheck:
+def inspect_run(
+    config: Config, ranks: int, batches: int = 8, describe: Describe | None = None, show: Show | None = None
+) -> RunCheck:
     """Open and count what a run on `ranks` processes reads, and refuse what it would refuse; no step is planned.
 
-    The sample has the first `batches` batches, or as many as the run has steps. For `describe` see `RunSetup.load`.
+    The sample has the first `batches` batches, or as many as the run has steps. For `describe` and
+    `show` see `RunSetup.load`.
     """
     if batches < 1:
         raise SeqloomError(f"{batches} batches to look at; give 1 or more")
-    setup = RunSetup.load(config, ranks, describe=describe)
+    setup = RunSetup.load(config, ranks, describe=describe, show=show)
     import_trackers(config.log.sinks)
+    load_callbacks(config.run.callbacks)
     RunLock(config.run.output).check()
     path = resumed_checkpoint(latest_checkpoint(config.checkpoints), config.checkpoint.resume)
     resumed = None if path is None else (path, Manifest.read(path))

@@ -30,9 +30,8 @@ from seqloom.params import Parameters, ReplicatedParameters, ReshardingParameter
 from seqloom.plan import Plan, Sharding
 from seqloom.planners import make_plan
 from seqloom.reader import build
-from seqloom.train.checkpoint import load_alone
 from seqloom.train.config import Config
-from seqloom.train.model import ModelFamily, parameter_dtypes, prepare_layers
+from seqloom.train.model import ModelFamily, load_trained, prepare_layers
 from seqloom.train.optim import is_usable
 from seqloom.train.step_checks import Dump, DumpedDocuments
 
@@ -117,10 +116,7 @@ def replay(path: Path, dump: Dump, config: Config, family: ModelFamily, *, dtype
 
 def _build(path: Path, config: Config, family: ModelFamily, dtype: torch.dtype) -> ModelAdapter:
     """Build the model on CPU with the parameters of a dump, then in another dtype."""
-    adapter = family.build(config, torch.device("cpu"), parameter_dtypes(config)[0])
-    adapter.materialize()
-    trained = {name: each for name, each in adapter.module.named_parameters() if each.requires_grad}
-    load_alone(path, trained | (adapter.bias_buffers() if config.optimiser.expert_bias_rate > 0 else {}))
+    adapter = load_trained(path, config, family)
     for parameter in adapter.module.parameters():
         parameter.data = parameter.data.to(dtype)
     return adapter

@@ -124,7 +124,9 @@ class Checkpoints(AbstractContextManager):
         """The newest complete checkpoint; None: there is none."""
         return checkpoint_folder(self._folder, self._newest) if self._newest else None
 
-    def save(self, step: int, *, model: Tensors, optimiser: States, extra: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, *, model: Tensors, optimiser: States, extra: Mapping[str, Any], best: int | None = None
+    ) -> None:
         """Copy the state, start to write it and return. Waits first for the checkpoint before, if that is not done.
 
         Saving a step again that this run has just saved or loaded does nothing.
@@ -134,6 +136,7 @@ class Checkpoints(AbstractContextManager):
             model: parameters of this rank by canonical name.
             optimiser: see `optim.state_by_name`.
             extra: other state of the run, as JSON can hold it; the first rank's is written.
+            best: step of a checkpoint that stays beside the newest ones; None: no other does.
         """
         self.wait()
         if step == self._saved_or_loaded:
@@ -152,7 +155,7 @@ class Checkpoints(AbstractContextManager):
         partial = self._folder / f".{final.name}.partial-{self._saves}"
         future = dcp.async_save(
             state,
-            storage_writer=AtomicWriter(partial, final, manifest, self._keep),
+            storage_writer=AtomicWriter(partial, final, manifest, self._keep, best),
             process_group=self._group,
             no_dist=self._group is None,
         )
@@ -289,10 +292,13 @@ class AtomicWriter(FileSystemWriter):
     all of them.
     """
 
-    def __init__(self, partial: Path, final: Path, manifest: Manifest, keep: int) -> None:
-        """Write to the new folder `partial` with this manifest, rename it to `final`, and leave `keep` checkpoints."""
+    def __init__(self, partial: Path, final: Path, manifest: Manifest, keep: int, best: int | None) -> None:
+        """Write to the new folder `partial` with this manifest and rename it to `final`.
+
+        `keep` checkpoints stay, and that of step `best`.
+        """
         super().__init__(partial, overwrite=False, sync_files=True)
-        self._partial, self._final, self._manifest, self._keep = partial, final, manifest, keep
+        self._partial, self._final, self._manifest, self._keep, self._best = partial, final, manifest, keep, best
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write the tensors of this rank, and the digests of its files."""
@@ -325,8 +331,9 @@ class AtomicWriter(FileSystemWriter):
             _delete(self._final)
         self._partial.rename(self._final)
         sync_folder(self._final.parent)
-        for _, old in complete_checkpoints(self._final.parent)[: -self._keep]:
-            _delete(old)
+        for step, old in complete_checkpoints(self._final.parent)[: -self._keep]:
+            if step != self._best:
+                _delete(old)
 
 
 class UnreadableMetadata(Exception):  # noqa: N818 - becomes part of a SeqloomError

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -20,8 +20,11 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from seqloom.cost import Profile
+from seqloom.data.hub import HUB
 from seqloom.data.mixture import WeighBy
+from seqloom.data.records import RecordFields
 from seqloom.data.source import SYNTHETIC
+from seqloom.data.tokenizers import BYTES
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError, import_extra, unknown_name
 from seqloom.plan import Sharding
@@ -82,9 +85,15 @@ class Run:
     """Processes to start on this machine. Under torchrun its own number counts."""
     timeout_s: Positive = 600
     """Seconds after which a rank that waits for another gives up: more than the longest step takes."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of your own code that the first rank calls, `module:Class` or `file.py:Class`: see `Callback`."""
 
     def __post_init__(self) -> None:
         _require_one(self, "run", "steps", "epochs")
+        for name in self.callbacks:
+            place, _, attribute = name.rpartition(":")
+            if not place or not attribute.isidentifier():
+                raise SeqloomError(f"run.callbacks: {name!r}; spell it module:Class or file.py:Class")
 
 
 @_checked
@@ -120,6 +129,9 @@ class Model:
     float8: Annotated[bool, Strict()] = False
     """Linear layers multiply in float8, but for the gradients of weights; needs bfloat16, gains where compiled."""
 
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by parts of their names with dots: `embed_tokens`, `layers.0-3` (a range),
+    `layers.*.mlp` (* and ? as in names of files, within a part)."""
     lora: Lora | None = None
     """Train adapters of this kind on a Hugging Face model, and nothing else; None: all parameters."""
 
@@ -128,6 +140,11 @@ class Model:
         if self.lora is not None and self.huggingface is None:
             raise SeqloomError(
                 "model.lora with model.spec: adapters are for Hugging Face models; name a folder, or take it out"
+            )
+        if self.lora is not None and self.freeze:
+            raise SeqloomError(
+                f"model.freeze = {list(self.freeze)} with model.lora, which freezes all but its adapters; leave one of "
+                "them out"
             )
         if self.lora is not None and self.float8:
             raise SeqloomError(
@@ -145,11 +162,15 @@ class Model:
             )
 
 
+Documents = Path | tuple[Path, ...]
+"""Where documents are: see `Data.source`."""
+
+
 @_checked
 class WeightedSource:
     """A source of a mixture."""
 
-    path: Path
+    path: Documents
     """In any form of `data.source`."""
     weight: Real = 1.0
     """Its share beside the weights of the others, above 0; all weights need not add up to 1."""
@@ -159,15 +180,16 @@ class WeightedSource:
 class Data:
     """Which documents, and how many of them make a step."""
 
-    source: Path | None = None
-    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600. Either
-    this or `sources`."""
+    source: Documents | None = None
+    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600; or
+    documents, which are prepared once: files as of `seqloom data prepare`, a folder or glob of them, a list of these,
+    or a data set of Hugging Face (hf:org/name, hf:org/name:split, hf:org/name/config:split). Or give `sources`."""
     sources: tuple[WeightedSource, ...] | None = None
     """A mixture of such sources, each with a weight."""
     weigh_by: WeighBy = "tokens"
     """What weights are shares of, tokens or documents."""
-    validation: Path | None = None
-    """Documents for evaluation, in either form."""
+    validation: Documents | None = None
+    """Documents for evaluation, in any form of `source`."""
     validation_share: Decay = 0.0
     """Instead: this share of the documents of `source` is for evaluation, and not trained on. By `run.seed`."""
     sequences: Positive | None = None
@@ -181,6 +203,16 @@ class Data:
     """Longest document, tokens; None: as long as they are."""
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     """What happens to longer ones; they are counted and reported."""
+    tokenizer: str | None = None
+    """Of documents that are prepared: bytes, a tokenizer.json, or a Hugging Face tokenizer folder; None: that of
+    `model.huggingface`."""
+    chat_template: Path | None = None
+    """Jinja file with the template of chats, instead of the tokenizer's own."""
+    fields: RecordFields | None = None
+    """Names of the fields that are read of a record, where they are not the usual ones: `text`; `prompt` and `answer`;
+    `messages`; or `ids`."""
+    cache: Path | None = None
+    """Folder of the stores that documents are prepared into; None: `data` in the run's folder."""
 
     @property
     def evaluates(self) -> bool:
@@ -223,7 +255,9 @@ class Data:
             return
         if not self.sources:
             raise SeqloomError("data.sources = [] names no source; name some, or one in data.source")
-        paths = [str(each.path) for each in self.sources]
+        paths = [
+            str(each.path) if isinstance(each.path, Path) else str([*map(str, each.path)]) for each in self.sources
+        ]
         for number, each in enumerate(self.sources):
             if each.weight == 0:
                 raise SeqloomError(
@@ -311,8 +345,11 @@ class Pipelining:
 
 @_checked
 class Optimiser:
-    """AdamW. Matrices are decayed, norms and biases are not."""
+    """AdamW, also with moments of 8 bits, Muon or SGD. Matrices are decayed, norms and biases are not."""
 
+    name: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
+    """adamw; adamw8bit: with moments of one byte; muon: torch's, for the matrices of layers, and AdamW for all else,
+    with one learning rate; sgd."""
     lr: PositiveReal = 3e-4
     """The highest learning rate; `schedule` says what share of it a step has."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -321,12 +358,29 @@ class Optimiser:
     """Is added to the root of the mean square that an update is divided by."""
     weight_decay: Real = 0.1
     """Share of a matrix that an update takes away, times the learning rate."""
+    momentum: Decay | None = None
+    """Of muon (None: 0.95) and sgd (None: 0): how slowly the mean of gradients forgets."""
     clip: Real = 1.0
     """The gradient is scaled down to this norm where it is above; 0: never."""
     expert_bias_rate: Real = 0.0
     """How far a step moves the correction bias of an expert towards equal loads (DeepSeek V3); 0: it stays."""
     offload: Annotated[bool, Strict()] | Literal["auto"] = "auto"
     """Master weights and moments in host memory; auto: if the longest document, or the model, fits in no other way."""
+
+    def __post_init__(self) -> None:
+        defaults = {each.name: each.default for each in fields(Optimiser)}  # pyrefly: ignore
+        unused = {"adamw": ("momentum",), "adamw8bit": ("momentum",), "muon": (), "sgd": ("betas", "eps")}[self.name]
+        for key in unused:
+            if getattr(self, key) != defaults[key]:
+                raise SeqloomError(
+                    f"optimiser.{key} = {getattr(self, key)} with optimiser.name = {self.name!r}, which has no such; "
+                    "leave it out, or choose another optimiser"
+                )
+        if self.offload is True and self.name != "adamw":
+            raise SeqloomError(
+                f"optimiser.offload = true with optimiser.name = {self.name!r}: AdamW alone is updated in host memory; "
+                "set offload to 'auto', or name to 'adamw'"
+            )
 
 
 @_checked
@@ -359,6 +413,8 @@ class Checkpointing:
     """Steps from one checkpoint to the next; 0: only after the last step."""
     keep: Positive = 3
     """Complete checkpoints that stay; older ones are deleted."""
+    best: Annotated[bool, Strict()] = False
+    """Whether a step with the lowest validation loss so far is written too, and stays until a lower one comes."""
     resume: str = "auto"
     """auto: from the latest of this run's folder, if there is one; never; or the folder of a checkpoint elsewhere."""
 
@@ -413,10 +469,20 @@ class Config:
                 f"evaluation.every = {self.evaluation.every} without data.validation; name the documents to evaluate "
                 "on, or a data.validation_share of the source, or set every to 0"
             )
+        if self.checkpoint.best and not self.evaluation.every:
+            raise SeqloomError(
+                "checkpoint.best = true with evaluation.every = 0: the best checkpoint is the one with the lowest "
+                "validation loss; set evaluation.every, or leave best out"
+            )
         if self.run.steps is not None and self.schedule.warmup > self.run.steps:
             raise SeqloomError(
                 f"schedule.warmup = {self.schedule.warmup} is more than run.steps = {self.run.steps}, so the rate "
                 "never gets to optimiser.lr; lower warmup"
+            )
+        if self.optimiser.name == "adamw8bit" and self.plan.tensor != 1:
+            raise SeqloomError(
+                f"optimiser.name = 'adamw8bit' with plan.tensor = {self.plan.tensor!r}: rows of divided matrices are "
+                "cut, and with them the blocks of its moments; set tensor to 1, or name to 'adamw'"
             )
         self._check_planner()
         resume = self.checkpoint.resume
@@ -475,10 +541,21 @@ class Config:
             raise SeqloomError(f"{path}: {error}") from None
         return config
 
+    @classmethod
+    def of_checkpoint(cls, content: dict[str, Any], where: str, overrides: Iterable[str] = ()) -> Config:
+        """Make the config that a checkpoint holds, with overrides; `where` is for messages."""
+        changes = _absolute_paths(parse_overrides(overrides), Path.cwd())
+        return build(cls, merge_overrides(content, changes), f"{where}, config")
+
     @property
     def metrics(self) -> Path:
         """The file of metrics."""
         return self.log.jsonl or self.run.output / "metrics.jsonl"
+
+    @property
+    def stores(self) -> Path:
+        """The folder of what documents are prepared into."""
+        return self.data.cache or self.run.output / "data"
 
     @property
     def checkpoints(self) -> Path:
@@ -492,7 +569,7 @@ class Config:
 
 # ---- Overrides
 
-TABLES = ("model.lora",)
+TABLES = ("model.lora", "data.fields")
 """Keys that hold keys of their own."""
 
 
@@ -550,8 +627,12 @@ def _parse_value(text: str, override: str) -> Any:
 
 # ---- Paths and published models
 
-_PATHS = {"run.output", "model.parameters", "model.huggingface", "data.source", "data.validation", "log.jsonl"}
-"""Keys that are paths, unless they are the name of a published model or a synthetic corpus."""
+_DOCUMENTS = {"data.source", "data.validation"}
+"""Keys that are paths or lists of them, unless they are the name of a synthetic corpus or a data set."""
+_LISTS = {*_DOCUMENTS, "run.callbacks"}
+"""Keys that may be lists of these."""
+_PATHS = {"run.output", "model.parameters", "model.huggingface", "data.chat_template", "data.cache", "log.jsonl"}
+"""Keys that are paths, unless they are the name of a published model."""
 _NAMES_OR_FILES = {"model.spec", "plan.cluster", "plan.profile", "plan.strategies"}
 """Keys that are a path when they end like a file, else a name."""
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -570,13 +651,24 @@ def _absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
                 else each
                 for each in value
             ]
+        if name in _LISTS and isinstance(value, list):
+            return [absolute(name, each) for each in value]
         if not isinstance(value, str):
             return value
-        if name in _PATHS:
-            published = name == "model.huggingface" and is_model_name(value, folder)
-            is_path = not published and not value.startswith(SYNTHETIC)
+        if name in _DOCUMENTS:
+            if value.startswith(HUB):
+                wanted, colon, split = value.removeprefix(HUB).partition(":")
+                saved = folder / Path(wanted).expanduser()
+                return f"{HUB}{saved.resolve()}{colon}{split}" if saved.is_dir() else value
+            is_path = not value.startswith(SYNTHETIC)
+        elif name in _PATHS:
+            is_path = not (name == "model.huggingface" and is_model_name(value, folder))
+        elif name == "run.callbacks":
+            is_path = value.rpartition(":")[0].endswith(".py")
         elif name == "checkpoint.resume":
             is_path = value not in ("auto", "never")
+        elif name == "data.tokenizer":
+            is_path = value != BYTES
         else:
             is_path = name in _NAMES_OR_FILES and is_file_name(value)
         return str((folder / Path(value).expanduser()).resolve()) if is_path else value

@@ -51,7 +51,7 @@ from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.planners.plan_ahead import end_with_parent
 from seqloom.train.config import Config
 from seqloom.train.fork_server import allocator_advice, allocator_environment, check_cores, start_fork_server
-from seqloom.train.logging import StartUp
+from seqloom.train.logging import Callback, StartUp, load_callbacks
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
 from seqloom.train.run_folder import RunLock
 from seqloom.train.setup import RunSetup, write_strategies
@@ -76,6 +76,16 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 """Ranks of one machine talk to each other over its loopback interface; gloo would take the one of the host's name."""
 
 
+PROGRESS_S = 5.0
+"""Seconds from one sign of rank 0 that it prepares documents to the next."""
+
+
+class Preparing(NamedTuple):
+    """What rank 0 tells the others while it prepares documents."""
+
+    text: str
+
+
 class RankProcess(NamedTuple):
     """One of the processes that run a body together."""
 
@@ -93,14 +103,19 @@ Body = Callable[..., Any]
 
 
 def train_as_launched_rank(
-    config: Config, *, model_family: ModelFamily = REFERENCE, share_gpu: bool = False, show: bool = True
+    config: Config,
+    *,
+    model_family: ModelFamily = REFERENCE,
+    share_gpu: bool = False,
+    show: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train as the rank that a launcher made this process; return the summary on rank 0, {} on others.
 
     A run that was asked to leave raises `LeftEarly` on rank 0 and ends the other processes with the same exit code.
     """
     _check_compilers_if_needed(config)
-    arguments = (_train, config, model_family, show)
+    arguments = (_train, config, model_family, show, callbacks)
     summary = run_as_launched_rank(*arguments, share_gpu=share_gpu, timeout=_torch_timeout(config))
     if "left" not in summary:
         return summary
@@ -111,7 +126,11 @@ def train_as_launched_rank(
 
 
 def train_in_process_group(
-    config: Config, *, model_family: ModelFamily = REFERENCE, show: bool = True
+    config: Config,
+    *,
+    model_family: ModelFamily = REFERENCE,
+    show: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train as a rank of the process group that the caller has made; return the summary on rank 0, {} on others.
 
@@ -121,7 +140,7 @@ def train_in_process_group(
     """
     _check_compilers_if_needed(config)
     job_rank, device = joined_rank()
-    return _train(RankProcess(job_rank, device, _stderr_report(job_rank)), config, model_family, show)
+    return _train(RankProcess(job_rank, device, _stderr_report(job_rank)), config, model_family, show, callbacks)
 
 
 def train_on_processes(
@@ -132,6 +151,7 @@ def train_on_processes(
     share_gpu: bool = False,
     show: bool = True,
     ends_process: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Start `ranks` processes on this machine, wait for them, and return the summary.
 
@@ -145,7 +165,10 @@ def train_on_processes(
     start_fork_server(__name__, model_family.build.__module__)  # it loads torch while this process looks at the run
     config = for_launched_ranks(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)], share_gpu)
     # refuse here, once, what every process would refuse
-    setup = RunSetup.load(config, ranks, describe=model_family.describe)
+    load_callbacks(config.run.callbacks)
+    setup = RunSetup.load(
+        config, ranks, describe=model_family.describe, show=StartUp(sys.stderr if show else None).show
+    )
     config = write_strategies(setup.config, setup.planners.strategies)
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
     if setup.planners.multi_stage:
@@ -154,7 +177,7 @@ def train_on_processes(
     if config.model.float8:
         use_float8(model.layers)
     summary = run_on_processes(
-        *(_train, ranks, config, model_family, show),
+        *(_train, ranks, config, model_family, show, callbacks),
         preload=model_family.build.__module__,
         share_gpu=share_gpu,
         timeout=_torch_timeout(config),
@@ -167,7 +190,9 @@ def train_on_processes(
     return summary
 
 
-def _train(process: RankProcess, config: Config, model_family: ModelFamily, show: bool) -> dict[str, Any]:
+def _train(
+    process: RankProcess, config: Config, model_family: ModelFamily, show: bool, callbacks: Sequence[Callback]
+) -> dict[str, Any]:
     """Connect to the other ranks and train, watched."""
     job_rank, device, report = process
     rank, ranks = job_rank.rank, job_rank.ranks
@@ -176,7 +201,12 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
         stream = sys.stderr if show and rank == 0 else None
         start = StartUp(stream)
         start.enter("reading config and corpus")
-        setup = load_alike(config, job_rank, model_family, lock)
+
+        def report_start(text: str) -> None:
+            start.show(text)
+            watchdog.enter_phase(text, on_disk=True)
+
+        setup = load_alike(config, job_rank, model_family, lock, report_start)
         start.enter("connecting")
         communicators = Communicators(GroupFamily(ranks, setup.cost.node_size), channels_of(setup))
         communicators.warm_up()
@@ -184,6 +214,7 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
         notes = [text for text in (*advice, shared_gpu_note(ranks), communicators.note) if text]
         notes += model_family.notes(config)
         parts = {"model_family": model_family, "device": device, "watchdog": watchdog, "start": start}
+        parts["callbacks"] = callbacks
         with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
             summary = trainer.train(stream, notes=notes)
         communicators.close()
@@ -191,34 +222,52 @@ def _train(process: RankProcess, config: Config, model_family: ModelFamily, show
 
 
 def load_alike(
-    config: Config, job_rank: JobRank, model_family: ModelFamily = REFERENCE, lock: RunLock | None = None
+    config: Config,
+    job_rank: JobRank,
+    model_family: ModelFamily = REFERENCE,
+    lock: RunLock | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> RunSetup:
     """Load the setup of a run with the choices of rank 0; refuse ranks that differ, all together. All ranks call it.
 
-    Rank 0 acquires `lock`, if there is one.
+    Rank 0 acquires `lock`, if there is one, and prepares documents. `show` is told on every rank how far that has come,
+    so that none takes it for a rank that hangs.
     """
     rank, ranks = job_rank.rank, job_rank.ranks
     job_ranks = gather_job_ranks(job_rank)
     told: list[Any] = [None]
-    setup = None
+    setup, told_at = None, time.monotonic()
     load = partial(RunSetup.load, ranks=ranks, describe=model_family.describe)
+
+    def tell(text: str) -> None:
+        nonlocal told_at
+        if show is not None:
+            show(text)
+        if time.monotonic() - told_at > PROGRESS_S:
+            told_at = time.monotonic()
+            dist.broadcast_object_list([Preparing(text)], src=0, device=torch.device("cpu"))
+
     if rank == 0:
         try:
             if lock is not None:
                 lock.acquire()
-            setup = load(for_launched_ranks(config, job_ranks, shares_gpu()))
+            setup = load(for_launched_ranks(config, job_ranks, shares_gpu()), show=tell)
             strategies = strategies_to_json(setup.choices.strategies) if setup.choices.strategies else None
-            told = [(replace(setup.choices, strategies=()), strategies, _identity(setup))]
+            told = [(replace(setup.choices, strategies=()), strategies, _identity(setup, config))]
         except SeqloomError as error:  # all ranks refuse together and none waits
             told = [str(error)]
     dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+    while isinstance(told[0], Preparing):
+        if show is not None:
+            show(told[0].text)
+        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
     if isinstance(told[0], str):
         raise SeqloomError(told[0])
     choices, strategies, first = told[0]
     if setup is None:
         choices = replace(choices, strategies=strategies_from_json(strategies) if strategies else ())
         setup = load(for_launched_ranks(config, job_ranks, shares_gpu()), choices=choices)
-    mine, differences = _identity(setup), [None] * ranks
+    mine, differences = _identity(setup, config), [None] * ranks
     other = next((name for name in first if mine.get(name) != first[name]), None)
     dist.all_gather_object(differences, None if other is None else f"{other} = {mine.get(other)}, not {first[other]}")
     for number, difference in enumerate(differences):
@@ -279,9 +328,10 @@ def for_launched_ranks(config: Config, job_ranks: Sequence[JobRank], share_gpu: 
     return replace(config, plan=plan)
 
 
-def _identity(setup: RunSetup) -> dict[str, str]:
-    """What a rank brings along, by name."""
-    return {"Seqloom's version": __version__, "torch's version": torch.__version__} | setup.fingerprint()
+def _identity(setup: RunSetup, config: Config) -> dict[str, str]:
+    """What a rank brings along, by name; of its config's data what was given, and not what rank 0 has made of it."""
+    data = {f"data.{key}": str(value) for key, value in config.as_dict()["data"].items()}
+    return {"Seqloom's version": __version__, "torch's version": torch.__version__} | setup.fingerprint() | data
 
 
 def channels_of(setup: RunSetup) -> set[Channel]:

@@ -1,4 +1,4 @@
-"""Metrics of a run: one record per step, written to metrics.jsonl, to trackers, and to the terminal.
+"""Metrics of a run: one record per step, written to metrics.jsonl, to trackers and the terminal, and for callbacks.
 
 `Metrics` on rank 0 writes every `StepRecord` to the file, and passes it on to trackers (TensorBoard, wandb, trackio,
 where installed and configured) and to a display (a live view in a terminal, one plain line per step elsewhere).
@@ -7,9 +7,11 @@ where installed and configured) and to a display (a live view in a terminal, one
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, Field, asdict, dataclass, fields
@@ -345,6 +347,114 @@ def _open_wandb(module: Any, folder: Path, settings: Mapping[str, Any], done: in
 
 
 _TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "trackio": _open_trackio}
+
+
+# ---- Callbacks
+
+
+class Callback:
+    """What your own code does while a run goes on: methods of a subclass, which rank 0 calls; others do nothing.
+
+    A run gets callbacks from `seqloom.train.train(config, callbacks=[...])`, pickled to its first rank, or by name from
+    `run.callbacks`. A step waits for them. One that fails ends the run. Called again when a run resumes.
+    """
+
+    def on_train_begin(self, config: Mapping[str, Any], start_step: int, steps: int) -> None:
+        """Begin: `config` by sections and keys, steps that are done, and steps of the whole run."""
+
+    def on_step_end(self, record: StepRecord) -> bool | None:
+        """Note the metrics of a step. True: end the run after it, as if it were the last."""
+
+    def on_evaluate(self, step: int, loss: float) -> bool | None:
+        """Note the loss on the validation documents after `step` steps. True: end the run after it."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Note a checkpoint that is complete on disk; it is written while later steps run."""
+
+    def on_train_end(self, summary: Mapping[str, Any]) -> None:
+        """Note the totals of the run, whose model is written; not called for a run that was asked to leave."""
+
+
+class Callbacks:
+    """The callbacks of a run on one rank; on others than the first they are known by name alone.
+
+    Attributes:
+        names: of their classes.
+        told: the checkpoint that they know.
+    """
+
+    def __init__(self, given: Sequence[Callback], named: Sequence[str], *, leads: bool) -> None:
+        """Take callbacks, and load those that `run.callbacks` names, on the rank that leads."""
+        self.names = (*(type(each).__name__ for each in given), *named)
+        self.told: Path | None = None
+        self._each = [*given, *load_callbacks(named)] if leads else []
+        self._asked = -1
+
+    def train_begin(self, config: Mapping[str, Any], start_step: int, steps: int) -> None:
+        """Call `on_train_begin` of all."""
+        self._call("on_train_begin", config, start_step, steps)
+
+    def step_end(self, record: StepRecord) -> None:
+        """Call `on_step_end` of all, and note who asks to stop."""
+        self._call("on_step_end", record)
+
+    def evaluate(self, step: int, loss: float) -> None:
+        """Call `on_evaluate` of all, and note who asks to stop."""
+        self._call("on_evaluate", step, loss)
+
+    def checkpoint(self, latest: Path | None) -> None:
+        """Call `on_checkpoint` of all if the latest complete checkpoint is another than they know."""
+        if latest is not None and latest != self.told:
+            self.told = latest
+            self._call("on_checkpoint", int(latest.name.rpartition("-")[2]), latest)
+
+    def train_end(self, summary: Mapping[str, Any]) -> None:
+        """Call `on_train_end` of all."""
+        self._call("on_train_end", summary)
+
+    def take_request(self) -> int:
+        """Return the number of the first callback that has asked to stop since the last call; -1: none has."""
+        asked, self._asked = self._asked, -1
+        return asked
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for number, each in enumerate(self._each):
+            try:
+                asks = getattr(each, method)(*arguments)
+            except Exception as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                raise SeqloomError(
+                    f"callback {self.names[number]}.{method} failed ({type(error).__name__}: {error}, line "
+                    f"{place.lineno} of {place.filename}); correct it, and run the same command again"
+                ) from error
+            if asks and self._asked < 0:
+                self._asked = number
+
+
+def load_callbacks(names: Sequence[str]) -> list[Callback]:
+    """Make the callbacks that `run.callbacks` names: your own code, `module:Class` or `file.py:Class`."""
+    made = []
+    for name in names:
+        place, _, attribute = name.rpartition(":")
+        try:
+            module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+            made.append(getattr(module, attribute)())
+        except Exception as error:
+            raise SeqloomError(
+                f"run.callbacks: {name!r} cannot be made ({type(error).__name__}: {error}); name a class without "
+                "arguments, as module:Class or file.py:Class"
+            ) from error
+        if not isinstance(made[-1], Callback):
+            raise SeqloomError(f"run.callbacks: {name!r} is no subclass of seqloom.train.Callback; make it one")
+    return made
+
+
+def _load_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # ---- Displays

@@ -7,8 +7,10 @@ that other processes find them by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -18,6 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from seqloom.cost import CostModel
+from seqloom.data.store import require_new_folder
 from seqloom.dist import P2PTensor, Transport
 from seqloom.errors import SeqloomError
 from seqloom.models import (
@@ -35,6 +38,7 @@ from seqloom.params.host_adamw import threads_of_rank
 from seqloom.params.interface import ParameterShard, trained_parameters
 from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
+from seqloom.train.checkpoint import load_alone
 from seqloom.train.config import Config, Optimiser
 from seqloom.train.optim import make_optimiser
 from seqloom.train.run_folder import atomic_folder, shape_name
@@ -44,8 +48,11 @@ BuildModel = Callable[[Config, torch.device, torch.dtype], ModelAdapter]
 """Return the model of a run, its parameters on "meta" and the same `deferred` values of them on all ranks.
 
 Parameters of the dtype will live on the device; on "meta" there are no values."""
-SaveModel = Callable[[Config, nn.Module, Mapping[str, torch.Tensor]], Path]
-"""Write the trained model, given its module and its full state dict on the CPU; return where. Called on rank 0."""
+SaveModel = Callable[[Config, nn.Module, Mapping[str, torch.Tensor], Path, Path], None]
+"""Write the trained model, given its module and its full state dict on the CPU, to a folder; its adapters, if it has
+some, to another. Called on rank 0."""
+MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
+"""Where a run writes both, in its folder."""
 
 
 def no_notes(config: Config) -> Sequence[str]:
@@ -69,6 +76,7 @@ def build_reference(config: Config, device: torch.device, dtype: torch.dtype) ->
     settings = config.model
     options = load_options(str(settings.spec)) if settings.parameters is not None else None
     model = Transformer(load_model_spec(config), options, dtype=dtype, device="meta")
+    freeze_parameters(model, settings.freeze)
     model_config(model.spec, model.options)  # refuse now what could not be saved in the end
     path = settings.parameters
     drawn = partial(model.initial_value, settings.seed)
@@ -76,16 +84,49 @@ def build_reference(config: Config, device: torch.device, dtype: torch.dtype) ->
     return replace(ModelAdapter.of(model), deferred=None if device.type == "meta" else DeferredParameters(read, device))
 
 
-def save_reference(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
+def save_reference(
+    config: Config, module: nn.Module, state: Mapping[str, torch.Tensor], folder: Path, adapters: Path
+) -> None:
     """Write config.json and model.safetensors: see `SaveModel`."""
-    final = config.run.output / "model"
-    with atomic_folder(final, SafetensorError) as partial_folder:
+    with atomic_folder(folder, SafetensorError) as partial_folder:
         write_model(partial_folder, cast("Transformer", module), state, context=config.data.max_length)
-    return final
 
 
 REFERENCE = ModelFamily(build_reference, save_reference)
 """The reference transformer."""
+
+
+def freeze_parameters(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Have the parameters that `model.freeze` names require no gradient; refuse a pattern that names none."""
+    for pattern in patterns:
+        named = [each for name, each in module.named_parameters() if matches_name(pattern, name)]
+        if not named:
+            names = [name for name, _ in module.named_parameters()]
+            shown = ", ".join([*names[:2], "..", *names[-2:]])
+            raise SeqloomError(
+                f"model.freeze: {pattern!r} is the name of no parameter; give parts of names of this model ({shown}), "
+                "such as layers.0-3"
+            )
+        for parameter in named:
+            parameter.requires_grad_(False)
+    if patterns and not trained_parameters(module):
+        raise SeqloomError(f"model.freeze = {list(patterns)} leaves no parameter to be trained; name fewer")
+
+
+def matches_name(pattern: str, name: str) -> bool:
+    """Whether the parts of a pattern are parts of a name that follow each other: see `config.Model.freeze`."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return any(
+        all(map(_matches_part, wanted, parts[start : start + len(wanted)]))
+        for start in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def _matches_part(pattern: str, part: str) -> bool:
+    found = re.fullmatch(r"(\d+)-(\d+)", pattern)
+    if found is not None and part.isdecimal():
+        return int(found[1]) <= int(part) <= int(found[2])
+    return fnmatchcase(part, pattern)
 
 
 def parameter_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
@@ -154,13 +195,49 @@ def shard_parameters(
     return parameters
 
 
-def make_sharded_optimiser(parameters: Parameters, cost: CostModel, settings: Optimiser) -> torch.optim.AdamW:
-    """Make the optimiser of sharded parameters, where the cost model has it, updated where that costs least."""
+def make_sharded_optimiser(
+    parameters: Parameters, cost: CostModel, settings: Optimiser, hidden: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    """Make the optimiser of sharded parameters, where the cost model has it, updated where that costs least.
+
+    `hidden` are the names of what layers hold, see `layer_parameters`.
+    """
     masters = parameters.master_weights()
     if not cost.offload_optimiser:
-        return make_optimiser(masters, settings)
+        return make_optimiser(masters, settings, hidden=[name for name in masters if name in hidden])
     options = {"update_on_host": cost.updates_on_host, "threads": threads_of_rank(cost.node_size)}
     return make_optimiser(masters, settings, shards=parameters.device_shards(), **options)
+
+
+def load_trained(path: Path, config: Config, family: ModelFamily) -> ModelAdapter:
+    """Build the model of a checkpoint or a dump in this process alone, on CPU, with the parameters that it has."""
+    adapter = family.build(config, torch.device("cpu"), parameter_dtypes(config)[0])
+    adapter.materialize()
+    biases = adapter.bias_buffers() if config.optimiser.expert_bias_rate > 0 else {}
+    load_alone(path, trained_parameters(adapter.module) | biases)
+    return adapter
+
+
+def export_model(path: Path, config: Config, family: ModelFamily, folder: Path) -> ModelAdapter:
+    """Write the model of a checkpoint to a new folder, and its adapters below; return it."""
+    require_new_folder(folder)
+    adapter = load_trained(path, config, family)
+    module = adapter.module
+    state = {name: each.detach() for name, each in module.named_parameters()} | _saved_buffers(module)
+    family.save(config, module, state, folder, folder / ADAPTER_FOLDER)
+    return adapter
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state dict of the module has, on the CPU."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer.detach().cpu() for name, buffer in module.named_buffers() if name in saved}
+
+
+def layer_parameters(adapter: ModelAdapter) -> frozenset[str]:
+    """Return the names of the parameters inside decoder layers, before they are sharded."""
+    inside = {id(parameter) for layer in adapter.layers for parameter in layer.parameters()}
+    return frozenset(name for name, each in adapter.module.named_parameters() if id(each) in inside)
 
 
 def gather_state_dict(
@@ -178,8 +255,7 @@ def gather_state_dict(
             state[name] = whole
     if transport.rank:
         return {}
-    saved = module.state_dict(keep_vars=True)
-    return state | {name: buffer.detach().cpu() for name, buffer in module.named_buffers() if name in saved}
+    return state | _saved_buffers(module)
 
 
 def _collect(shard: ParameterShard, transport: Transport, device: torch.device) -> torch.Tensor | None:

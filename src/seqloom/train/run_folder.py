@@ -31,7 +31,7 @@ from seqloom.reader import build, read_mapping
 if TYPE_CHECKING:
     import torch
 
-LOCK_FILE, REPORT_FILE = ".lock", "report.html"
+LOCK_FILE, REPORT_FILE, CHECKPOINTS = ".lock", "report.html", "checkpoints"
 FORMAT, VERSION = "seqloom checkpoint", 1
 MANIFEST, METADATA = "seqloom.json", ".metadata"
 """Files of a complete checkpoint: ours, and torch's."""
@@ -142,6 +142,31 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
         if match and all((path / name).is_file() for name in (MANIFEST, METADATA)):
             checkpoints.append((int(match[1]), path))
     return sorted(checkpoints)
+
+
+def named_checkpoint(run: Path, step: int | None = None, *, best: bool = False) -> Path:
+    """Return a checkpoint of a run: of a step, the one with the lowest validation loss, or the newest.
+
+    `run` is the folder of a run, or of one of its checkpoints.
+    """
+    if (run / MANIFEST).is_file() and step is None and not best:
+        return run
+    found = dict(complete_checkpoints(run / CHECKPOINTS))
+    if not found:
+        raise SeqloomError(f"{str(run)!r} has no complete checkpoint; name the output folder of a run")
+    if best:
+        record = Manifest.read(found[max(found)]).extra.get("best")
+        if record is None or record["step"] not in found:
+            raise SeqloomError(
+                f"{str(run)!r} keeps no best checkpoint; train with checkpoint.best = true, or name one by its step: "
+                f"{', '.join(map(str, found))}"
+            )
+        step = record["step"]
+    if step is not None and step not in found:
+        raise SeqloomError(
+            f"{str(run)!r} has no complete checkpoint of step {step}; it has {', '.join(map(str, found))}"
+        )
+    return found[max(found) if step is None else step]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,16 @@ from seqloom.data import (
     JoinedSource,
     LengthLimitedSource,
     Mixture,
+    RecordFields,
     Sampler,
     Source,
+    load_tokenizer,
     open_source,
     split_source,
 )
+from seqloom.data.documents import Show, names_documents, prepare_once
 from seqloom.data.mixture import check_same_vocabulary
+from seqloom.data.tokenizers import Tokenizer
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.huggingface import position_rows
 from seqloom.errors import MemoryBudgetError, SeqloomError
@@ -45,7 +49,7 @@ from seqloom.planners.pipeline.stage_layout import StageLayout, check_head_stage
 from seqloom.planners.registry import PlannerChoice, fastest, parse_planner
 from seqloom.reader import read_mapping
 from seqloom.simulate import predicted_ns
-from seqloom.train.config import Config, Pipelining
+from seqloom.train.config import Config, Data, Documents, Pipelining
 
 SAMPLED_BATCHES = 4
 """Batches by whose predicted times `pipeline.stages`, `plan.tensor` and `plan.expert` are decided where "auto"."""
@@ -61,12 +65,15 @@ HeadStages = Literal["last", "all"]
 """The stages that compute the head."""
 Describe = Callable[[Config], ModelSpec]
 """Returns the shapes of the model that a config names."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.*")
+"""Files of which a folder with a tokenizer has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunChoices:
-    """What a config leaves open where it says "auto": stages, degrees, place of the optimiser; strategies."""
+    """What a config leaves open: stores of its documents; stages, degrees, place of the optimiser, strategies."""
 
+    data: Data
     stages: int
     strategies: tuple[Strategy, ...]
     offload_optimiser: bool = False
@@ -89,13 +96,22 @@ class RunSetup:
 
     @classmethod
     def load(
-        cls, config: Config, ranks: int, choices: RunChoices | None = None, *, describe: Describe | None = None
+        cls,
+        config: Config,
+        ranks: int,
+        choices: RunChoices | None = None,
+        *,
+        describe: Describe | None = None,
+        show: Show | None = None,
     ) -> RunSetup:
         """Open and check everything that needs no other rank, for a run on `ranks` processes.
+
+        Documents that the config names by themselves are prepared first, unless they are already.
 
         Args:
             choices: those of rank 0; None: choose here.
             describe: returns the shapes of the model; None: they follow from its spec or its config.json.
+            show: is told how far preparing documents has come.
         """
         spec = (describe or load_model_spec)(config)
         if not spec.causal:
@@ -103,6 +119,8 @@ class RunSetup:
                 f"model {spec.name} is not causal: labels of a run are the next tokens, and its tokens see those; use "
                 "a causal model, or train this one in a loop of your own, with a label for what each position hides"
             )
+        data = choices.data if choices else prepare_documents(config, spec, show or (lambda text: None))
+        config = replace(config, data=data)
         source = open_documents(config, spec)
         longest = int(source.lengths.max())
         offload = choices.offload_optimiser if choices else choose_optimiser_offload(config, spec, ranks, longest)
@@ -115,7 +133,7 @@ class RunSetup:
             batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
             stages, head, cost = choose_degrees(config, costs, batches)
             strategies = load_strategies(config, cost, source.lengths)
-            choices = RunChoices(stages, strategies, offload, cost.expert, cost.tensor, head)
+            choices = RunChoices(data, stages, strategies, offload, cost.expert, cost.tensor, head)
             config = replace(config, plan=replace(config.plan, expert=cost.expert, tensor=cost.tensor))
             sampler = sampler if cost is costs[0] else make_sampler(config, source, cost)
         stages = choices.stages
@@ -129,7 +147,9 @@ class RunSetup:
         """What was chosen for this run."""
         stages, strategies = int(self.config.pipeline.stages), self.planners.strategies
         head: HeadStages = "all" if self.config.pipeline.head == "all" else "last"
-        return RunChoices(stages, strategies, self.cost.offload_optimiser, self.cost.expert, self.cost.tensor, head)
+        return RunChoices(
+            self.config.data, stages, strategies, self.cost.offload_optimiser, self.cost.expert, self.cost.tensor, head
+        )
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same on all ranks, by name: config, model, documents and cost model."""
@@ -160,6 +180,65 @@ def load_model_spec(config: Config) -> ModelSpec:
     return ModelSpec.load(str(folder))
 
 
+def prepare_documents(config: Config, spec: ModelSpec, show: Show) -> Data:
+    """Prepare the documents that a config names by themselves, each once; return its keys with stores in their place.
+
+    `show` is told of the progress, and what was left out.
+    """
+    data = config.data
+    named = [path for path in (data.source, data.validation, *(each.path for each in data.sources or ())) if path]
+    if not any(map(names_documents, named)):
+        given = [key for key in ("tokenizer", "chat_template", "fields", "cache") if getattr(data, key) is not None]
+        if given:
+            raise SeqloomError(
+                f"data.{given[0]} is set, and nothing is prepared: all sources have ids already; leave it out, or name "
+                "documents as source"
+            )
+        return data
+    tokenizer, fields = _load_tokenizer(config, spec), data.fields or RecordFields()
+
+    def store_of(key: str, path: Documents) -> Path:
+        if isinstance(path, Path) and not names_documents(path):
+            return path
+        options: dict[str, Any] = {"tokenizer": tokenizer, "vocabulary": spec.vocabulary, "fields": fields}
+        try:
+            store, done = prepare_once(path, config.stores, **options, show=show)
+        except SeqloomError as error:
+            none = "; data.tokenizer is not set, and the model has none" if tokenizer is None else ""
+            raise SeqloomError(f"data.{key}: {error}{none}") from None
+        show("; ".join(done.lines()) if done else f"documents are prepared in {store}")
+        return store
+
+    sources = data.sources and tuple(replace(each, path=store_of("sources", each.path)) for each in data.sources)
+    source, validation = (
+        None if path is None else store_of(key, path)
+        for key, path in (("source", data.source), ("validation", data.validation))
+    )
+    own = {"tokenizer": None, "chat_template": None, "fields": None, "cache": None}
+    return replace(data, source=source, validation=validation, sources=sources, **own)
+
+
+def _load_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer | None:
+    """Return the tokenizer of a run's documents: the config's, or its model's; None: there is none."""
+    name, template, folder = config.data.tokenizer, config.data.chat_template, config.model.huggingface
+    if name is None and folder is not None and any(any(folder.glob(each)) for each in TOKENIZER_FILES):
+        name = str(folder)
+    if name is None:
+        if template is not None:
+            raise SeqloomError(
+                f"data.chat_template = {str(template)!r} without a tokenizer; name a Hugging Face tokenizer folder in "
+                "data.tokenizer"
+            )
+        return None
+    tokenizer = load_tokenizer(name, template)
+    if tokenizer.vocabulary > spec.vocabulary:
+        raise SeqloomError(
+            f"data.tokenizer = {name!r} has {tokenizer.vocabulary:,} ids, the model {spec.vocabulary:,}; name the "
+            "tokenizer of the model"
+        )
+    return tokenizer
+
+
 def open_documents(config: Config, spec: ModelSpec, *, evaluation: bool = False) -> Source:
     """Open the documents of training or evaluation, under the config's limit of length, and refuse too long ones.
 
@@ -168,7 +247,7 @@ def open_documents(config: Config, spec: ModelSpec, *, evaluation: bool = False)
     data = config.data
     path = data.validation if evaluation and data.validation is not None else data.source
     if path is not None:
-        source = _divide_and_limit(config, open_source(path, vocabulary=spec.vocabulary), evaluation)
+        source = _divide_and_limit(config, _open_store(path, spec), evaluation)
     else:
         source = _open_mixture(config, spec, evaluation)
     folder = config.model.huggingface
@@ -177,6 +256,12 @@ def open_documents(config: Config, spec: ModelSpec, *, evaluation: bool = False)
         for part in source.parts if isinstance(source, JoinedSource) else (source,):
             _check_positions(part, positions)
     return source
+
+
+def _open_store(path: Documents, spec: ModelSpec) -> Source:
+    """Open what documents were prepared into, or what needs no preparing."""
+    assert isinstance(path, Path)  # by `prepare_documents`
+    return open_source(path, vocabulary=spec.vocabulary)
 
 
 def _check_positions(source: Source, positions: int) -> None:
@@ -192,7 +277,7 @@ def _check_positions(source: Source, positions: int) -> None:
 def _open_mixture(config: Config, spec: ModelSpec, evaluation: bool) -> JoinedSource:
     """Open the sources of a mixture, each with a share for evaluation and under the limit of length by itself."""
     named = config.data.sources or ()
-    sources, parts = [open_source(each.path, vocabulary=spec.vocabulary) for each in named], []
+    sources, parts = [_open_store(each.path, spec) for each in named], []
     check_same_vocabulary(sources)
     for each, source in zip(named, sources, strict=True):
         try:
@@ -277,6 +362,8 @@ def choose_optimiser_offload(config: Config, spec: ModelSpec, ranks: int, longes
     For "auto": if the model or that document fits in no other way, and fits then. A CPU would gain nothing.
     """
     wanted = config.optimiser.offload
+    if config.optimiser.name != "adamw":
+        return False
     if wanted != "auto":
         return bool(wanted)
     for offload in (False, True):

@@ -19,6 +19,7 @@ checkpoints. A step whose gradient is no number or zero, or that fails a check, 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ from seqloom.simulate import simulate
 from seqloom.simulate.memory import peak_memory
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.logging import (
+    Callback,
+    Callbacks,
     Metrics,
     RankMeasurement,
     StartUp,
@@ -64,10 +67,13 @@ from seqloom.train.logging import (
     summarize_ranks,
 )
 from seqloom.train.model import (
+    ADAPTER_FOLDER,
+    MODEL_FOLDER,
     REFERENCE,
     ModelFamily,
     check_expert_bias,
     gather_state_dict,
+    layer_parameters,
     make_sharded_optimiser,
     parameter_dtypes,
     prepare_layers,
@@ -107,6 +113,7 @@ class Trainer(AbstractContextManager):
         device: torch.device | str = "cpu",
         watchdog: Watchdog | None = None,
         start: StartUp | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """Build model, optimiser and planner, and load the latest checkpoint if the config says so.
 
@@ -117,6 +124,7 @@ class Trainer(AbstractContextManager):
             device: of this rank.
             watchdog: is told what comes next.
             start: is told what comes before the first step.
+            callbacks: are called on rank 0, those of the config after them; as many on all ranks.
         """
         config = setup.config
         self.setup, self.config, self.transport, self.device = setup, config, transport, torch.device(device)
@@ -132,12 +140,15 @@ class Trainer(AbstractContextManager):
             self.sampler, self._evaluation_due = setup.sampler, False
             self._resumed_strategies: list[Any] | None = None
             self._resume_notes: list[str] = []
+            self._best: dict[str, Any] | None = None  # step and loss of the best checkpoint
             self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
             self.start_step = self.load_checkpoint()
             self._checks = StepChecks(
                 *(setup, transport, self.parameters, self.bind, self.plans.broadcast),
                 *(partial(gather_vectors, transport=transport), self._compute_dtype, self.device),
             )
+            self._callbacks = Callbacks(callbacks, config.run.callbacks, leads=transport.rank == 0)
+            self._callbacks.told = self.checkpoints.latest
             self._checked = 0
             self._busy: list[BusyTime] = []  # of all ranks, in the latest step
             self._use_feedback()
@@ -159,9 +170,9 @@ class Trainer(AbstractContextManager):
         options = {"compiled": config.model.compile, "float8": config.model.float8}
         self.adapter = prepare_layers(adapter, **options, split_backward=setup.planners.multi_stage)
         check_expert_bias(self.adapter, config.optimiser)
-        stages = setup.planners.stages
+        stages, hidden = setup.planners.stages, layer_parameters(self.adapter)
         self.parameters = shard_parameters(self.adapter, self.transport, stages, setup.cost, compute_dtype)
-        self.optimiser = make_sharded_optimiser(self.parameters, setup.cost, config.optimiser)
+        self.optimiser = make_sharded_optimiser(self.parameters, setup.cost, config.optimiser, hidden)
 
     def __exit__(self, *error: Any) -> None:
         """Close everything that was opened, without waiting for anything after an error."""
@@ -170,21 +181,22 @@ class Trainer(AbstractContextManager):
     def train(self, stream: IO[str] | None = None, *, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Train to the last step; return the summary on rank 0, {} on others. Rank 0 shows progress on `stream`.
 
-        After a signal to leave all ranks return `left`, a sentence, instead; their checkpoint is complete.
+        After a signal to leave all ranks return `left`, a sentence, instead; their checkpoint is complete. A callback
+        may end the run after a step, as if that were the last.
         """
         metrics = self._open_metrics(stream)
         if metrics is not None:
             strategies = strategy_notes(self.config, self.setup.planners.strategies, self._resumed_strategies)
             for text in (*notes, *self._resume_notes, *strategies, *self._feedback_notes()):
                 metrics.note(self.start_step, text)
+            self._callbacks.train_begin(self.config.as_dict(), self.start_step, self.setup.steps)
         self._start.enter("planning")
-        evaluate_every, save_every = self.config.evaluation.every, self.config.checkpoint.every
-        before, step_plan, within_error = "none before it", None, ""
-        if self._evaluation_due and evaluate_every:
-            self.evaluate(self.start_step, metrics)
+        before, step_plan, stopped = "none before it", None, None
+        if self._evaluation_due and self.config.evaluation.every:
+            self._is_best(self.start_step, self.evaluate(self.start_step, metrics), metrics)
         for step, batch in self._planned_batches():
             self._enter_phase(f"step {step}, waiting for its plan ({before})")
-            step_plan = self.plans.take(step, batch.lengths)
+            last_plan, step_plan = step_plan, self.plans.take(step, batch.lengths)
             before = f"step {step}, plan {step_plan.plan_hash[:12]}"
             if step == self.start_step + 1:
                 self._enter_phase(f"{before}, warming up")
@@ -195,33 +207,62 @@ class Trainer(AbstractContextManager):
             self._enter_phase(before)
             record = self.train_step(step_plan, batch)
             if metrics is not None:
-                if step == self.start_step + 1:
-                    metrics.note(self.start_step, self._start.summary())
-                metrics.step(record)
-                if step_plan.fallback_reason:
-                    metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
-                if step_plan.within_error and not within_error:  # once, where such steps begin
-                    metrics.note(step, step_plan.within_error)
-                within_error = step_plan.within_error
-                if step > self.start_step + 1 and (drift := self.learn(step_plan, record)):
-                    metrics.note(step, drift)
+                self._log_step(metrics, record, step_plan, last_plan)
+                self._callbacks.step_end(record)
             self.checkpoints.poll()
             if self._checks.due(step):
                 self.check_step(step_plan, batch, metrics)
-            if evaluate_every and step % evaluate_every == 0:
-                self.evaluate(step, metrics)
+            improved = self._evaluate_if_due(step, metrics)
             if self._leaves_after(step):
                 return self.leave(step)
-            if (save_every and step % save_every == 0) or step == self.setup.steps:
+            stopped = self._asked_to_stop(step)
+            every, ends = self.config.checkpoint.every, stopped is not None or step == self.setup.steps
+            if improved or ends or (every and step % every == 0):
                 self.save_checkpoint(step)
+            self._callbacks.checkpoint(self.checkpoints.latest)
+            if stopped is not None:
+                break
+        return self._finish(metrics, step_plan, stopped)
+
+    def _log_step(self, metrics: Metrics, record: StepRecord, step_plan: StepPlan, last_plan: StepPlan | None) -> None:
+        """Write a step and what is to be said of its plan, and learn from it. Rank 0 calls it."""
+        step, first = record.step, self.start_step + 1
+        if step == first:
+            metrics.note(self.start_step, self._start.summary())
+        metrics.step(record)
+        if step_plan.fallback_reason:
+            metrics.note(step, f"{step_plan.plan.planner} plan as a fallback: {step_plan.fallback_reason}")
+        if step_plan.within_error and not (last_plan and last_plan.within_error):  # once, where such steps begin
+            metrics.note(step, step_plan.within_error)
+        if step > first and (drift := self.learn(step_plan, record)):
+            metrics.note(step, drift)
+
+    def _evaluate_if_due(self, step: int, metrics: Metrics | None) -> bool:
+        """Evaluate after a step where that is due; return whether its checkpoint is the best so far."""
+        every = self.config.evaluation.every
+        return bool(every) and step % every == 0 and self._is_best(step, self.evaluate(step, metrics), metrics)
+
+    def _asked_to_stop(self, step: int) -> str | None:
+        """Return which callback has asked to end the run after this step; None: none has. All ranks call it."""
+        if not self._callbacks.names:
+            return None
+        asked = int(gather_values([self._callbacks.take_request()], self.transport, self.device)[0, 0])
+        return None if asked < 0 else f"step {step:,} of {self.setup.steps:,}, by {self._callbacks.names[asked]}"
+
+    def _finish(self, metrics: Metrics | None, last: StepPlan | None, stopped: str | None) -> dict[str, Any]:
+        """Write the trained model and the report; return the summary on rank 0, {} on others."""
         self._enter_phase("the end of the run", on_disk=True)
         # also when no step was left to do, since a crash may have come before this
         state = gather_state_dict(self.adapter.module, self.parameters, self.transport, self.device)
         if self.transport.rank == 0:
-            self._model_family.save(self.config, self.adapter.module, state)
-        totals = {} if metrics is None else metrics.summary()
+            folders = (self.config.run.output / name for name in (MODEL_FOLDER, ADAPTER_FOLDER))
+            self._model_family.save(self.config, self.adapter.module, state, *folders)
+        self.checkpoints.wait()
+        totals = {} if metrics is None else {**metrics.summary(), "best": self._best, "stopped": stopped}
         if metrics is not None:
-            self._save_report(totals, step_plan)
+            self._save_report(totals, last)
+            self._callbacks.checkpoint(self.checkpoints.latest)
+            self._callbacks.train_end(totals)
         if self._watchdog is not None:
             self._watchdog.finish()
         return totals
@@ -477,25 +518,42 @@ class Trainer(AbstractContextManager):
         left = f"left after step {step:,} of {self.setup.steps:,}, asked by a signal"
         return {"left": f"{left}; {self.checkpoints.latest} is complete, and the same command goes on from it"}
 
-    def evaluate(self, step: int, metrics: Metrics | None) -> None:
-        """Compute the loss on the validation batches, each planned when it is due. All ranks call it.
+    def evaluate(self, step: int, metrics: Metrics | None) -> float | None:
+        """Return the loss on the validation batches, each planned when it is due. All ranks call it.
 
-        A run that leaves does not begin the next batch: the run that goes on from its checkpoint evaluates first.
+        A run that leaves does not begin the next batch, and gets None: the run that goes on from its checkpoint
+        evaluates first.
         """
         source, batches = self.setup.validation()
         total = 0.0
         self._evaluation_due = True
         for index, batch in enumerate(batches):
             if self._leaves_after(step):
-                return
+                return None
             self._enter_phase(f"evaluation after step {step}")
             rank_plan = self.bind(self.plans.take(-1 - index, batch.lengths).plan)
             with RowReader(rank_plan, source, batch) as rows:
                 total += evaluate(rank_plan, self.parameters, rows, batch.valid_tokens) * batch.valid_tokens
             self._agree_to_leave(gather_values([self._asked_to_leave], self.transport, self.device)[:, 0].tolist())
         self._evaluation_due = False
+        loss = total / sum(batch.valid_tokens for batch in batches)
         if metrics is not None:
-            metrics.evaluation(step, total / sum(batch.valid_tokens for batch in batches))
+            metrics.evaluation(step, loss)
+            self._callbacks.evaluate(step, loss)
+        return loss
+
+    def _is_best(self, step: int, loss: float | None, metrics: Metrics | None) -> bool:
+        """Whether the checkpoint of a step is to stay as the best from now on. All ranks call it."""
+        if not self.config.checkpoint.best or loss is None:
+            return False
+        loss = float(gather_values([loss], self.transport, self.device)[0, 0])  # all ranks decide by the same number
+        elsewhere = step == self.start_step and self.checkpoints.latest is None  # resumed from another run
+        if elsewhere or not math.isfinite(loss) or (self._best is not None and loss >= self._best["loss"]):
+            return False
+        self._best = {"step": step, "loss": loss}
+        if metrics is not None:
+            metrics.note(step, f"the lowest loss on the validation documents so far, {loss:.4f}: the best checkpoint")
+        return True
 
     def warm_up(self, first: Plan) -> None:
         """Build attention kernels and communicators before the first step. All ranks call it.
@@ -525,10 +583,12 @@ class Trainer(AbstractContextManager):
         self._enter_phase(f"checkpoint of step {step}", on_disk=True)  # the disk may still be busy with the one before
         strategies = [strategy.as_dict() for strategy in self.setup.planners.strategies]
         extra: dict[str, Any] = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
-        extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due}
+        extra |= {"strategies": strategies, "evaluation_due": self._evaluation_due, "best": self._best}
         if self.feedback is not None:
             extra["feedback"] = self.feedback.state_dict()
-        self.checkpoints.save(step, model=self._model_state(), optimiser=state_by_name(self.optimiser), extra=extra)
+        state = {"model": self._model_state(), "optimiser": state_by_name(self.optimiser)}
+        best = None if self._best is None else self._best["step"]
+        self.checkpoints.save(step, **state, extra=extra, best=best)
 
     def _model_state(self, *, masters: bool = True) -> dict[str, torch.Tensor]:
         """Return what steps change of the model: master weights, unless left out, and biases that balance experts."""
@@ -557,6 +617,8 @@ class Trainer(AbstractContextManager):
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
         self._evaluation_due = manifest.extra.get("evaluation_due", False)
+        if path == self.checkpoints.latest:
+            self._best = manifest.extra.get("best")
         if self.feedback is not None:
             saved = manifest.extra.get("feedback")
             self.feedback = Feedback(self.setup.cost, saved)

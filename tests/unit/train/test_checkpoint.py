@@ -115,6 +115,18 @@ def test_the_last_ones_are_kept_and_no_rest_stays(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
+def test_the_best_is_kept_beside_the_last_ones(tmp_path):
+    trainer = Trainer()
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for best in (None, 2, 2, 2, 5, 5):
+            trainer.step()
+            checkpoints.save(trainer.done, **trainer.state(), extra={}, best=best)
+            checkpoints.wait()
+            if trainer.done == 4:
+                assert steps_in(tmp_path) == [2, 4]
+    assert steps_in(tmp_path) == [5, 6]
+
+
 def test_latest_ignores_what_is_not_complete_and_a_new_run_removes_it(tmp_path):
     assert latest_checkpoint(tmp_path / "none") is None
     trainer = Trainer()

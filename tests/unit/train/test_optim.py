@@ -8,7 +8,17 @@ from torch import nn
 
 from seqloom.errors import SeqloomError
 from seqloom.train.config import Optimiser, Schedule
-from seqloom.train.optim import check_gradients, learning_rate, make_optimiser, set_learning_rate, state_by_name
+from seqloom.train.optim import (
+    BLOCK,
+    DYNAMIC_CODES,
+    check_gradients,
+    decode,
+    encode,
+    learning_rate,
+    make_optimiser,
+    set_learning_rate,
+    state_by_name,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +71,14 @@ def test_a_step_is_the_formula_of_adamw():
 def test_only_one_kind_of_parameter_makes_one_group():
     norm = nn.LayerNorm(4)
     assert len(make_optimiser(dict(norm.named_parameters()), Optimiser()).param_groups) == 1
-    with pytest.raises(SeqloomError, match="no parameter is to be trained"):
-        make_optimiser({}, Optimiser())
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "sgd"])
+def test_a_rank_without_trained_parameters_has_nothing_to_do(name):
+    optimiser = make_optimiser({}, Optimiser(name=name))
+    set_learning_rate(optimiser, 0.1)
+    optimiser.step()
+    assert state_by_name(optimiser) == {}
 
 
 def test_state_by_name_is_the_optimisers_own_and_carries_over_to_another_order():
@@ -147,3 +163,97 @@ def test_runs_of_one_step_and_of_warm_up_only():
 def test_steps_begin_at_one():
     with pytest.raises(SeqloomError, match="step 0 of 5; steps are counted from 1"):
         learning_rate(0, steps=5, peak=1.0, schedule=Schedule())
+
+
+def nearest_codes(values, codes):
+    """The index of the nearest of 256 values, by comparing with all of them."""
+    return (values[..., None] - torch.tensor(codes, dtype=values.dtype)).abs().argmin(-1)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("width", [1, 255, 256, 700])
+def test_codes_are_the_nearest_in_blocks_of_a_row(signed, width):
+    generator = torch.Generator().manual_seed(width)
+    values = torch.randn(3, width, generator=generator, dtype=torch.float64) ** 5
+    values = values if signed else values.abs()
+    values[1] = 0.0
+    codes, scales = torch.zeros(3, width, dtype=torch.uint8), torch.zeros(3, -(-width // BLOCK))
+    encode(values, codes, scales, signed=signed)
+    found = decode(codes, scales, torch.float64, signed=signed)
+    assert found[1].eq(0).all() and found.isfinite().all()
+    for row in (0, 2):
+        for block, start in enumerate(range(0, width, BLOCK)):
+            part = slice(start, start + BLOCK)
+            scale = values[row, part].abs().max().float()
+            assert scales[row, block] == scale
+            wanted = nearest_codes(values[row, part] / scale.double(), DYNAMIC_CODES[signed])
+            wanted = wanted if signed else wanted.clamp(min=1)
+            assert torch.equal(codes[row, part].long(), wanted)
+    widest = 0.9 / (64 if signed else 128)  # between two codes
+    assert ((found - values).abs() <= 0.51 * widest * values.abs().amax(-1, keepdim=True)).all()
+
+
+def test_codes_are_those_of_the_published_optimiser():
+    """256 values each, symmetric but for 0 and 1, ten times finer from decade to decade."""
+    means, squares = (DYNAMIC_CODES[signed] for signed in (True, False))
+    assert len(set(means)) == len(set(squares)) == 256 and means[-1] == squares[-1] == 1 and squares[0] == 0
+    assert sorted(-each for each in means if each not in (0, 1)) == [each for each in means if each not in (0, 1)]
+    decades = [sum(10.0 ** (k - 7) <= each < 10.0 ** (k - 6) for each in squares) for k in range(7)]
+    assert decades == [2, 4, 8, 16, 32, 64, 128]
+
+
+def test_a_step_with_8_bits_is_that_of_adamw_by_decoded_moments():
+    module, plain = nn.Linear(700, 5).double(), nn.Linear(700, 5).double()
+    plain.load_state_dict(module.state_dict())
+    settings = Optimiser(name="adamw8bit", lr=0.01, weight_decay=0.3)
+    optimiser = make_optimiser(dict(module.named_parameters()), settings)
+    oracle = make_optimiser(dict(plain.named_parameters()), Optimiser(lr=0.01, weight_decay=0.3))
+    for step in range(4):
+        give_gradients(module, step)
+        give_gradients(plain, step)
+        optimiser.step()
+        oracle.step()
+        assert torch.allclose(module.weight, plain.weight, rtol=0, atol=1e-14)
+        assert torch.equal(module.bias, plain.bias), "vectors have moments of full width"
+        state, wide = state_by_name(optimiser)["weight"], oracle.state[plain.weight]
+        assert state["step"] == step + 1 and state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.uint8
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            stored = decode(state[name], state[f"{name}_scale"], torch.float64, signed=signed)
+            assert torch.allclose(stored, wide[name], rtol=0.02, atol=float(wide[name].abs().max()) / 50)
+            wide[name].copy_(stored)  # the next step begins from what is stored
+    held = sum(each.nbytes for each in state.values())
+    assert held < 2.05 * module.weight.numel()
+
+
+def test_8_bits_train_about_as_well_as_32():
+    torch.manual_seed(0)
+    inputs, teacher = torch.randn(256, 300), nn.Linear(300, 4)
+    targets = teacher(inputs).detach()
+    ends = {}
+    for name in ("adamw", "adamw8bit"):
+        torch.manual_seed(1)
+        student = nn.Linear(300, 4)
+        optimiser = make_optimiser(dict(student.named_parameters()), Optimiser(name=name, lr=0.01, weight_decay=0.0))
+        for _ in range(200):
+            loss = (student(inputs) - targets).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+        ends[name] = loss.item()
+    assert ends["adamw8bit"] < 0.01 and abs(math.log(ends["adamw8bit"] / ends["adamw"])) < math.log(4)
+
+
+def test_muon_is_that_of_torch():
+    module, plain = nn.Linear(6, 9, bias=False).double(), nn.Linear(6, 9, bias=False).double()
+    plain.load_state_dict(module.state_dict())
+    settings = Optimiser(name="muon", lr=0.01, weight_decay=0.3, momentum=0.9)
+    optimiser = make_optimiser(dict(module.named_parameters()), settings, hidden=["weight"])
+    options = {"weight_decay": 0.3, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    oracle = torch.optim.Muon(plain.parameters(), lr=0.01, **options)
+    for step in range(3):
+        give_gradients(module, step)
+        give_gradients(plain, step)
+        optimiser.step()
+        oracle.step()
+        assert torch.allclose(module.weight, plain.weight, rtol=0, atol=1e-14)
+    assert set(state_by_name(optimiser)["weight"]) == {"momentum_buffer"}

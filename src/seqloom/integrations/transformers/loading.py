@@ -59,7 +59,7 @@ from seqloom.models.files import ReadRows, open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
 from seqloom.reader import read_mapping
 from seqloom.train.config import Config
-from seqloom.train.model import ModelFamily
+from seqloom.train.model import ModelFamily, freeze_parameters
 from seqloom.train.run_folder import atomic_folder
 from seqloom.train.setup import load_model_spec
 
@@ -82,6 +82,7 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
             if config.model.lora is not None:
                 model = add_adapters(model, config.model.lora, folder)
                 read = None if read is None else adapter_reader(model, read, config.model.seed)
+            freeze_parameters(model, config.model.freeze)
     except SeqloomError:
         raise
     except Exception as error:  # whatever the class may raise for this config, and files for what is in them
@@ -102,24 +103,25 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
     return replace(adapter, deferred=DeferredParameters(read, device))
 
 
-def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
+def save_huggingface(
+    config: Config, module: nn.Module, state: Mapping[str, torch.Tensor], folder: Path, adapters: Path
+) -> None:
     """Write a trained model, its config and its folder's tokenizer: see `train.model.ModelFamily`.
 
     Parameters keep the dtype of the run's masters, so nothing is lost. An existing model is replaced.
     """
-    final, model = config.run.output / "model", cast("Any", module)
-    folder = cast("Path", config.model.huggingface)
+    model, own, begun = cast("Any", module), state, cast("Path", config.model.huggingface)
     if config.model.lora is not None:
-        with atomic_folder(config.run.output / "adapter", SafetensorError) as partial:
-            write_adapters(partial, model, state)
-        model, state = _without_adapters(model, folder, state)
-    tokenizer = {path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
-    with atomic_folder(final, SafetensorError) as partial:
+        model, own = _without_adapters(model, begun, state)
+    tokenizer = {path for pattern in TOKENIZER for path in begun.glob(pattern) if path.is_file()}
+    with atomic_folder(folder, SafetensorError) as partial:
         with no_progress_bars():
-            model.save_pretrained(partial, state_dict=dict(state))
+            model.save_pretrained(partial, state_dict=dict(own))
         for path in sorted(tokenizer):
             shutil.copy(path, partial / path.name)
-    return final
+    if config.model.lora is not None:
+        with atomic_folder(adapters, SafetensorError) as partial:
+            write_adapters(partial, module, state)
 
 
 def _without_adapters(
