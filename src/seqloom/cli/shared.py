@@ -173,14 +173,15 @@ def split_names(text: str, what: str, example: str) -> list[str]:
 
 
 def load_model(name: str | Path) -> ModelSpec:
-    """Return the shapes of a model by name, file or folder; a folder whose type no table has is read by its library."""
+    """Return the shapes of a model by name, file or folder; transformers reads a folder's, where it has its type."""
     from seqloom.describe import ModelSpec
-    from seqloom.describe.huggingface import has_known_type
 
     path, libraries = Path(name) / "config.json", all(map(find_spec, ("torch", "transformers")))
-    if not path.is_file() or not libraries or has_known_type(read_mapping(path)):
-        return ModelSpec.load(str(name))
-    return import_module("seqloom.integrations.transformers.describe").describe_folder(Path(name))
+    if path.is_file() and libraries:
+        describe = import_module("seqloom.integrations.transformers.describe")
+        if describe.has_type(read_mapping(path)):
+            return describe.describe_folder(Path(name))
+    return ModelSpec.load(str(name))
 
 
 def launched(ranks: int | None) -> bool:
