@@ -482,8 +482,9 @@ def _check_call(
         )
     if isinstance(attention_mask, torch.Tensor):
         raise SeqloomError(
-            f"{name} was given a mask of shape {list(attention_mask.shape)}: who sees whom is in the context; "
-            "leave attention_mask out, or use a model without a mask of its own"
+            f"{name} was given a mask of shape {list(attention_mask.shape)}: who sees whom is in the context; leave "
+            "attention_mask and token_type_ids out, give prompts that see themselves to bind(prefixes=), or use a "
+            "model without a mask of its own"
         )
 
 
