@@ -266,6 +266,7 @@ def _experts(config: Config, layers: int) -> dict[str, Any]:
         "active_experts": _number(config, "active_experts"),
         "expert_ffn": width,
         "shared_ffn": shared,
+        "counts_routing": bool(config.get("output_router_logits")) and config.get("router_aux_loss_coef") != 0,
         "moe_layers": sparse,
     }
 

@@ -23,7 +23,13 @@ from seqloom.attention import AttentionSpec
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
-from seqloom.integrations.transformers.checks import FEED_FORWARD_TYPES, decoder_layers, decoder_of, unwrap
+from seqloom.integrations.transformers.checks import (
+    FEED_FORWARD_TYPES,
+    decoder_layers,
+    decoder_of,
+    has_router_loss,
+    unwrap,
+)
 from seqloom.integrations.transformers.latents import is_latent, latent_shape
 from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, mixer_costs, scanned_values
 
@@ -161,6 +167,7 @@ def describe_model(model: nn.Module, name: str | None = None) -> ModelSpec:
         causal=all(each.causal for each in attentions if each is not None),
         learned_positions=has_position_table(causal),
         attention_chunks=chunks if any(chunks) else (),
+        counts_routing=has_router_loss(causal),
         head_shapes=shapes if len(sizes) > 1 else (),
         other_tables=sum(each.weight.numel() for each in _other_tables(causal) if not _is_position_table(each, causal)),
         **({} if not sparse else _experts(causal, parts[sparse[0]], tuple(sparse))),
