@@ -73,7 +73,6 @@ IN_TP_GROUPS = TriedPlan("hydraulis", 4, sharding="free", options={"strategies":
 TENSOR_REASONS = {
     "mixers that scan": "layers that scan",
     "attention is latent": "latent attention",
-    "attention has sinks": "attention sinks",
     "experts": "experts",
     "colwise_gather_output": "fused projections, or norms of all heads (`colwise_gather_output`)",
     "no tensor-parallel plan": "no tensor-parallel plan published",

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqloom as sl
-from seqloom.describe import model_from_config
 from seqloom.dist import Communicators, TorchTransport
 from seqloom.engine import bind_plan, run_step
-from seqloom.integrations.transformers import attach, model_adapter
+from seqloom.integrations.transformers import attach, describe_model, model_adapter
 from seqloom.params import ReplicatedParameters
 from seqloom.plan import GroupFamily
 
@@ -35,7 +34,7 @@ ranks = dist.get_world_size()
 
 transport = TorchTransport(Communicators(GroupFamily(ranks, node_size=ranks)))
 parameters = ReplicatedParameters(model_adapter(attach(model)), transport)
-spec = model_from_config(model.config.to_dict())
+spec = describe_model(model)
 draw = torch.Generator().manual_seed(0)  # the same documents, each of one token, and masks on all ranks
 documents = [torch.randint(MASK, (1,), generator=draw).repeat(n) for n in (400, 90, 20, 33, 60, 7)]
 for _ in range(8):

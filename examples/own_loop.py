@@ -8,9 +8,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqloom as sl
-from seqloom.describe import model_from_config
 from seqloom.dist import Communicators, TorchTransport, bind
-from seqloom.integrations.transformers import attach, head, hidden_states
+from seqloom.integrations.transformers import attach, describe_model, head, hidden_states
 from seqloom.models.loss import summed_loss
 from seqloom.plan import GroupFamily
 
@@ -23,7 +22,7 @@ dist.init_process_group("gloo")  # nccl on GPUs
 ranks = dist.get_world_size()
 
 transport = TorchTransport(Communicators(GroupFamily(ranks, node_size=ranks)))
-spec = model_from_config(attach(model).config.to_dict())
+spec = describe_model(attach(model))
 for documents in batches:
     total, lengths = torch.zeros(()), torch.tensor([len(each) for each in documents])
     ids, ends = torch.cat(documents), lengths.cumsum(0)

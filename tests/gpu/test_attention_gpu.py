@@ -80,6 +80,21 @@ def test_bfloat16_errs_at_most_twice_as_much_as_one_kernel_call(threads, kernels
 
 
 @both
+@FEWER
+@given(case=half_precision_cases(), window=st.none() | st.just(50), data=st.data())
+def test_prefixes_that_see_themselves_in_bfloat16(threads, kernels, name, window, case, data):
+    prefixes = tuple(data.draw(st.just(0) | st.integers(0, length)) for length in case.lengths)
+    case = replace(case, window=window, prefixes=prefixes)
+    inputs = case.inputs(torch.bfloat16, device="cuda")
+    truth = case.truth(inputs)
+    one = run(threads, alone(case), inputs, kernels[name])
+    many = run(threads, case, inputs, kernels[name])
+    for field, single, spread, true in zip(truth._fields, one, many, truth, strict=True):
+        assert difference(single, true) < 2e-2, field
+        assert difference(spread, true) <= max(1e-6, 2 * difference(single, true)), field
+
+
+@both
 @masks
 @FEWER
 @given(case=half_precision_cases(), data=st.data())

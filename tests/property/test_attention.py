@@ -14,7 +14,15 @@ from seqloom.layout import Span
 from seqloom.plan import Group, Method
 from support.attention_cases import Case, Inputs, assemble, attend, worst
 from support.oracle import difference
-from support.strategies_attention import SHAPES, cases, cases_of_many_groups, cases_of_zones, head_counts, masks
+from support.strategies_attention import (
+    SHAPES,
+    cases,
+    cases_of_many_groups,
+    cases_of_zones,
+    head_counts,
+    masks,
+    with_prefixes,
+)
 
 torch.set_num_threads(1)
 PER_SHAPE = settings(max_examples=max(1, settings().max_examples // 5))
@@ -79,6 +87,18 @@ def test_zones_and_routes_are_the_truth(ranks, case, strict):
 @given(case=cases() | cases_of_many_groups() | cases_of_zones(), p=st.sampled_from((0.1, 0.5, 0.9)))
 def test_dropout_is_the_truth_of_an_explicit_mask(ranks, case, p):
     assert_true(ranks, replace(case, dropout=p), torch.float64, 1e-10, kernels=Reference())
+
+
+@HALF
+@given(case=with_prefixes(cases() | cases_of_many_groups() | cases_of_zones()), p=st.sampled_from((0.0, 0.3)))
+def test_prefixes_that_see_themselves_are_the_truth(ranks, case, p):
+    assert_true(ranks, replace(case, dropout=p), torch.float64, 1e-10, kernels=Reference())
+
+
+@FEW
+@given(case=with_prefixes(cases() | cases_of_many_groups()))
+def test_prefixes_with_the_kernels_of_this_device(ranks, case):
+    assert_true(ranks, case, torch.float32, 1e-5)
 
 
 @FEW

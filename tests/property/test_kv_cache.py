@@ -15,7 +15,7 @@ from seqloom.plan import Checkpoint, Group
 from support.attention_cases import assemble, attend, worst
 from support.kv_cache_cases import attend_pieces, evaluate_pieces
 from support.oracle import difference
-from support.strategies_kv_cache import pieces_cases
+from support.strategies_kv_cache import pieces_cases, pieces_cases_with_prefixes
 
 torch.set_num_threads(1)
 HALF = settings(max_examples=max(1, settings().max_examples // 2))
@@ -56,6 +56,14 @@ def test_pieces_drop_the_weights_of_whole_documents(ranks, case, p):
     inputs = case.inputs(torch.float64)
     for number, layer in enumerate(run(ranks, attend_pieces, case, inputs, Reference())):
         assert worst(layer, case.truth(inputs[number], number)) < 1e-9
+
+
+@FEW
+@given(case=pieces_cases_with_prefixes())
+def test_prefixes_within_the_first_piece_are_the_truth(ranks, case):
+    inputs = case.inputs(torch.float64)
+    for layer, given_ in zip(run(ranks, attend_pieces, case, inputs, Reference()), inputs, strict=True):
+        assert worst(layer, case.truth(given_)) < 1e-9
 
 
 @FEW

@@ -17,7 +17,7 @@ from support.attention_cases import Case
 from support.latent_cases import LatentInputs, assemble_latents, attend_latents, truth
 from support.model_steps import assert_near, run_step, steps, summed
 from support.oracle import difference
-from support.strategies_attention import cases, cases_of_many_groups, cases_of_zones
+from support.strategies_attention import cases, cases_of_many_groups, cases_of_zones, with_prefixes
 from support.tiny_models import LATENTS, documents, gradients, one_by_one, tiny_model
 
 torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def ranks():
 @st.composite
 def latent_cases(draw):
     """A case in which latents travel in some groups, and its widths."""
-    case = draw(cases() | cases_of_many_groups() | cases_of_zones())
+    case = draw(cases() | cases_of_many_groups() | cases_of_zones() | with_prefixes(cases()))
     groups = tuple(replace(group, latent=draw(st.booleans())) for group in case.groups)
     return replace(case, groups=groups, kv_heads=case.heads), draw(st.sampled_from(WIDTHS))
 

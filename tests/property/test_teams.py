@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from seqloom.attention.kernels.cpu import Reference
 from support.attention_cases import assemble, attend, worst
 from support.kv_cache_cases import attend_pieces
-from support.strategies_attention import cases, cases_of_many_groups
+from support.strategies_attention import cases, cases_of_many_groups, with_prefixes
 from support.strategies_kv_cache import pieces_cases
 
 torch.set_num_threads(1)
@@ -24,7 +24,7 @@ def in_tp_groups(draw, kinds):
 
 
 @FEW
-@given(case=in_tp_groups(cases() | cases_of_many_groups()), strict=st.booleans())
+@given(case=in_tp_groups(cases() | cases_of_many_groups() | with_prefixes(cases())), strict=st.booleans())
 def test_teams_are_the_truth(threads, case, strict):
     """Heads for tokens, rings, gathers, windows, several groups of a rank, ranks without any."""
     inputs = case.inputs(torch.float64)

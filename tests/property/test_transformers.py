@@ -24,6 +24,7 @@ from support.model_kinds import (
     eurobert,
     gemma2,
     gpt2_with_dropout,
+    hrm,
     llama4,
     llama_dynamic,
     longrope_frequencies,
@@ -31,6 +32,7 @@ from support.model_kinds import (
     with_frequencies,
 )
 from support.model_steps import assert_near, run_step, steps, summed
+from support.oracle import visible
 from support.tiny_models import (
     MODELS,
     SIZES,
@@ -72,7 +74,7 @@ def local(ids, context):
     return torch.cat([ids[d][a:b] for d, a, b in context.spans] or [torch.empty(0, dtype=torch.int64)])
 
 
-def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=None, longest=None):
+def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=None, longest=None, prefixes=()):
     """Run on the strict transport. Returns the logits of every document, and gradients summed over ranks.
 
     Args:
@@ -81,6 +83,7 @@ def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=N
         linear: who holds which tokens for the MLP; None: those of attention.
         seed: of dropout.
         longest: document of the run, for models that have to know.
+        prefixes: how many of its first tokens see each other, of every document; none: 0.
     """
     ranks = 1 + max(rank for group in groups for rank in group.ranks)
     models = [attach(copy.deepcopy(model), longest=longest) for _ in range(ranks)]
@@ -92,7 +95,8 @@ def spread(model, ids, groups, *, by_logits=True, keep=None, linear=None, seed=N
             recompute_layers(model_adapter(own).layers)
 
     def body(transport):
-        own, context = models[transport.rank], bind(work, transport, dropout_seed=seed)
+        shown = dict(enumerate(prefixes))
+        own, context = models[transport.rank], bind(work, transport, dropout_seed=seed, prefixes=shown)
         rows, labels = local(ids, context), local([targets(each) for each in ids], context)
         if by_logits:
             logits = own(**inputs(rows, context.positions, context)).logits[0, : context.tokens]
@@ -131,6 +135,32 @@ def assert_equal(got, wanted, tolerance, *, single=None):
 def reference(model, ids):
     plain = copy.deepcopy(model)
     return one_by_one(plain, ids), gradients(plain)
+
+
+def under_masks(name):
+    """The keywords that show a prompt to itself in plain transformers: HRM takes token types, others a mask."""
+
+    def keywords(length, prefix):
+        if name == "hrm":
+            return {"token_type_ids": (torch.arange(length) < prefix).long()[None]}
+        return {"attention_mask": visible(length, True, 4 if name == "mistral" else None, prefix=prefix)[None, None]}
+
+    return keywords
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "hrm"])
+@settings(max_examples=8)
+@given(case=works(), data=st.data(), seed=st.integers(0, 99))
+def test_prompts_that_see_themselves_equal_plain_transformers(name, case, data, seed):
+    """Prefix language models: Mistral's window holds for the tokens behind a prompt alone."""
+    lengths, groups = case
+    prefixes = [data.draw(st.integers(0, length)) for length in lengths]
+    model = hrm() if name == "hrm" else tiny_model(name, seed=seed)
+    ids, plain = documents(lengths, seed), copy.deepcopy(model)
+    shown = [under_masks(name)(*each) for each in zip(lengths, prefixes, strict=True)]
+    wanted = one_by_one(plain, ids, keywords=shown)
+    got = spread(model, ids, groups, by_logits=False, prefixes=prefixes)
+    assert_equal(got, (wanted, gradients(plain)), 1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)

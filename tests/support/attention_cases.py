@@ -53,6 +53,7 @@ class Case:
         sinks: of every head; none: there are none.
         node_size, tensor: see `bind`.
         dropout: of attention weights.
+        prefixes: of every document, how many of its first tokens see each other; none: 0.
     """
 
     lengths: tuple[int, ...]
@@ -70,6 +71,7 @@ class Case:
     sinks: tuple[float, ...] = ()
     attention_chunk: int | None = None
     dropout: float = 0.0
+    prefixes: tuple[int, ...] = ()
 
     @classmethod
     def one_group(
@@ -117,6 +119,7 @@ class Case:
         q, k, v, dout = (x.cpu() for x in inputs)
         sinks = self.sink_leaf(q) if sinks is None else sinks
         options = {"causal": self.causal, **self.options, "sinks": sinks, "keep": self.keep_masks(layer)}
+        options["prefixes"] = self.prefixes
         return attention_truth(q, k, v, dout, self.lengths, **options)
 
     def keep_masks(self, layer: int = 0) -> list[torch.Tensor] | None:
@@ -193,6 +196,7 @@ def attend(
         inputs = Inputs(*(x.to(device) for x in inputs))
     family = GroupFamily.cached(case.world, case.world)
     places = {"node_size": case.node_size, "tensor": case.tensor, "dropout_seed": case.dropout_seed}
+    places |= {"prefixes": dict(enumerate(case.prefixes))}
     context = bind(case.work, transport, device=inputs.q.device, family=family, **places)
     rows = rows_of_pack(case, context)
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])

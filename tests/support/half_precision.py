@@ -32,6 +32,7 @@ from support.model_kinds import (
     phi3_longrope,
     with_frequencies,
 )
+from support.oracle import visible
 from support.steps import one_stage_plan
 from support.tiny_models import VOCABULARY, targets, tiny_model
 
@@ -55,6 +56,7 @@ class Kind(NamedTuple):
     eager: bool = False  # torch's own attention does not know it
     frequencies: Callable[[int], np.ndarray] | None = None  # of RoPE, by the longest document
     seed: int | None = None  # of dropout
+    prompts: tuple[int, ...] = ()  # how many of its first tokens see each other, of every document
 
 
 def of(name: str, **changes: Any) -> Kind:
@@ -79,6 +81,7 @@ KINDS = {
     "capped logits": Kind(partial(gemma2, **WIDE, sliding_window=50), eager=True),
     "chunks": Kind(partial(llama4, **WIDE, **CHUNKS)),
     "bidirectional": of("llama", is_causal=False),
+    "prompts that see themselves": Kind(partial(tiny_model, "qwen3", **WIDE), prompts=(140, 0, 129, 1, 2)),
     "encoder": Kind(partial(eurobert, **SIZES)),
     "head with a bias": of("phi"),
     "scaled head": of("granite"),
@@ -126,8 +129,9 @@ def plain(kind: Kind, model: Any, ids: list[torch.Tensor]) -> Found:
     model.set_attn_implementation("eager" if kind.eager else "sdpa")
     loss, routers = torch.zeros((), device=ids[0].device), []
     with drops:
-        for each in ids:
-            found = model(input_ids=each[None], use_cache=False)
+        for each, prompt in zip(ids, kind.prompts or (0,) * len(ids), strict=True):
+            shown = {"attention_mask": visible(len(each), True, None, prefix=prompt)[None, None].to(each.device)}
+            found = model(input_ids=each[None], use_cache=False, **(shown if kind.prompts else {}))
             labels = targets(each.cpu()).to(each.device)
             loss = loss + cross_entropy(found.logits[0].float(), labels, reduction="sum", ignore_index=-100) / VALID
             routers.append(getattr(found, "router_logits", None))
@@ -155,7 +159,8 @@ def by_engine(kind: Kind, model: Any, ids: list[torch.Tensor], ulysses: int, rin
         adapter = model_adapter(models[transport.rank])
         recompute_layers(adapter.layers)
         parameters = ReplicatedParameters(adapter, transport)
-        bound = bind_plan(plan, transport, device=device, dropout_seed=kind.seed)
+        prefixes = dict(enumerate(kind.prompts))
+        bound = bind_plan(plan, transport, device=device, dropout_seed=kind.seed, prefixes=prefixes)
         result = run_step(bound, parameters, read, VALID)
         return Found(result.loss, dict(parameters.full_gradients()))
 

@@ -88,7 +88,7 @@ class PiecesCase:
         """Bind all rounds to one KV cache."""
         options: dict[str, Any] = {"device": device, "pieces": self.pieces, "kv_cache": kv_cache}
         options |= {"node_size": self.whole.node_size, "tensor": self.whole.tensor}
-        options |= {"dropout_seed": self.whole.dropout_seed}
+        options |= {"dropout_seed": self.whole.dropout_seed, "prefixes": dict(enumerate(self.whole.prefixes))}
         return [bind(StageMicroBatch(groups, self.checkpoint), transport, **options) for groups in self.rounds]
 
     def rows(self, context: Context) -> torch.Tensor:

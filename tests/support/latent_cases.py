@@ -56,7 +56,8 @@ def truth(case: Case, shape: LatentShape, inputs: LatentInputs) -> LatentTruth:
     k = torch.cat([k, rows[:, None, shape.latent :].expand(-1, case.heads, -1)], dim=2)
     options = case.options | {"scale": case.scale or q.shape[2] ** -0.5}
     wide = [torch.nn.functional.pad(x, (0, shape.head - x.shape[2])).detach() for x in (q, k, v, dout)]
-    found = attention_truth(*wide, case.lengths, causal=case.causal, **options, sinks=None, keep=case.keep_masks())
+    options |= {"causal": case.causal, "sinks": None, "keep": case.keep_masks(), "prefixes": case.prefixes}
+    found = attention_truth(*wide, case.lengths, **options)
     torch.autograd.backward([k, v], [found.dk[..., : k.shape[2]], found.dv[..., : v.shape[2]]])
     return LatentTruth(found.out[..., : shape.values], found.dq[..., : q.shape[2]], rows.grad, weight.grad)
 
@@ -68,6 +69,7 @@ def attend_latents(
     q, rows, weight, dout = inputs
     family = GroupFamily.cached(case.world, case.world)
     places = {"node_size": case.node_size, "dropout_seed": case.dropout_seed}
+    places |= {"prefixes": dict(enumerate(case.prefixes))}
     context = bind(case.work, transport, device=q.device, family=family, **places)
     place = rows_of_pack(case, context)
     q, rows, weight = q[place].requires_grad_(), rows[place].requires_grad_(), weight.clone().requires_grad_()

@@ -86,6 +86,16 @@ def gpt2_with_dropout(attn_pdrop: float = 0.0, resid_pdrop: float = 0.4, **chang
     return randomised(GPT2LMHeadModel(config), 0).double().train()
 
 
+def hrm() -> Any:
+    """Return a prefix language model: tokens of a prompt (`token_type_ids`) see the whole prompt."""
+    import transformers
+
+    sizes = {name: size for name, size in SIZES.items() if name not in ("num_hidden_layers", "num_key_value_heads")}
+    cycles = {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1, "prefix_lm": True, "head_dim": 4}
+    model = transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**sizes, **cycles, pad_token_id=0))
+    return randomised(model, 0).double()
+
+
 def eurobert(**changes: Any) -> Any:
     """Encoder, whose tokens see their whole document."""
     from transformers import EuroBertConfig, EuroBertForMaskedLM

@@ -38,6 +38,7 @@ def attention_truth(
     sinks: torch.Tensor | None = None,
     attention_chunk: int | None = None,
     keep: Sequence[torch.Tensor] | None = None,
+    prefixes: Sequence[int] = (),
 ) -> Truth:
     """Return output, log-sum-exp and gradients for documents of these lengths, packed one after the other.
 
@@ -52,6 +53,7 @@ def attention_truth(
         sinks: [heads], logits of a key without a value; a leaf of these gets its gradient in `grad`.
         attention_chunk: tokens see each other in chunks of so many.
         keep: of every document, what its weights are multiplied with (dropout), [heads, queries, keys].
+        prefixes: of every document, how many of its first tokens see each other; none: 0.
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     sink = None if sinks is None else sinks.double()
@@ -59,12 +61,15 @@ def attention_truth(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     outs, sums = [], []
     kept = [1.0] * len(lengths) if keep is None else keep
-    for queries, keys, values, factor in zip(*(x.split(list(lengths)) for x in (q, k, v)), kept, strict=True):
+    shown = prefixes or (0,) * len(lengths)
+    parts = (x.split(list(lengths)) for x in (q, k, v))
+    for queries, keys, values, factor, prefix in zip(*parts, kept, shown, strict=True):
         keys, values = (x.repeat_interleave(shared, dim=1) for x in (keys, values))
         logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~visible(len(queries), causal, window, attention_chunk), -torch.inf)
+        mask = visible(len(queries), causal, window, attention_chunk, prefix)
+        logits = logits.masked_fill(~mask, -torch.inf)
         if sink is not None:  # a last key for every query, whose weight goes nowhere
             logits = torch.cat([logits, sink[:, None, None].expand(-1, len(queries), 1)], dim=-1)
         weights = torch.softmax(logits, dim=-1)[..., : len(queries)] * factor
@@ -75,7 +80,9 @@ def attention_truth(
     return Truth(out.detach(), lse.detach(), *(x.grad for x in (q, k, v)))
 
 
-def visible(length: int, causal: bool, window: int | None, attention_chunk: int | None = None) -> torch.Tensor:
+def visible(
+    length: int, causal: bool, window: int | None, attention_chunk: int | None = None, prefix: int = 0
+) -> torch.Tensor:
     """Say which query (row) sees which key (column) of a document, bool[length, length]."""
     position = torch.arange(length)
     behind = position[:, None] - position
@@ -86,6 +93,7 @@ def visible(length: int, causal: bool, window: int | None, attention_chunk: int 
         mask &= behind < window
     if attention_chunk is not None:
         mask &= position[:, None] // attention_chunk == position // attention_chunk
+    mask[:prefix, :prefix] = True
     return mask
 
 

@@ -48,6 +48,14 @@ def masks(draw: st.DrawFn, least: int = 1) -> dict[str, Any]:
 
 
 @st.composite
+def with_prefixes(draw: st.DrawFn, chosen: st.SearchStrategy[Case]) -> Case:
+    """Draw a causal case, without chunks, in which the first tokens of some documents see each other."""
+    case = draw(chosen)
+    prefixes = tuple(draw(st.just(0) | st.integers(0, length)) for length in case.lengths)
+    return replace(case, causal=True, attention_chunk=None, prefixes=prefixes)
+
+
+@st.composite
 def cases(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> Case:
     """Draw a case in which one group, of this (ulysses, ring) or a drawn one, works on all documents."""
     ulysses, ring = draw(st.sampled_from(SHAPES)) if shape is None else shape

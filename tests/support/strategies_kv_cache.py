@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -56,6 +57,15 @@ def pieces_cases(draw: st.DrawFn, *, longest: int = 50) -> PiecesCase:
     whole = Case(by_name, heads, kv_heads, draw(st.sampled_from((1, 4))), world, (), **mask)
     chosen = {"checkpoint": draw(st.sampled_from(CHECKPOINTS))}
     return PiecesCase(whole, rounds, draw(_orders(rounds)), **chosen, layers=draw(st.integers(1, 2)))
+
+
+@st.composite
+def pieces_cases_with_prefixes(draw: st.DrawFn) -> PiecesCase:
+    """Draw a case without chunks in which the first tokens of some documents, of one piece at most, see each other."""
+    case = draw(pieces_cases())
+    most = [case.pieces[number][0].stop if number in case.pieces else n for number, n in enumerate(case.whole.lengths)]
+    prefixes = tuple(draw(st.just(0) | st.integers(0, length)) for length in most)
+    return replace(case, whole=replace(case.whole, attention_chunk=None, prefixes=prefixes))
 
 
 def _windows() -> st.SearchStrategy[int | None]:

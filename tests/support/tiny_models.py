@@ -138,15 +138,22 @@ def targets(document: torch.Tensor) -> torch.Tensor:
     return torch.cat([document[1:], torch.tensor([-100])])
 
 
-def one_by_one(model: Any, ids: Sequence[torch.Tensor], *, eager: bool = False) -> list[torch.Tensor]:
+def one_by_one(
+    model: Any,
+    ids: Sequence[torch.Tensor],
+    *,
+    eager: bool = False,
+    keywords: Sequence[Mapping[str, Any]] | None = None,
+) -> list[torch.Tensor]:
     """Run plain transformers on every document alone; return their logits, and leave gradients in the model.
 
-    The loss is the sum of the token losses. `eager`: without torch's own attention, which caps no logits.
+    The loss is the sum of the token losses. `eager`: without torch's own attention, which caps no logits. `keywords`:
+    of the call, for every document.
     """
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not eager else "eager")
     found = []
-    for document in ids:
-        logits = model(input_ids=document[None], use_cache=False).logits[0]
+    for document, more in zip(ids, keywords or [{}] * len(ids), strict=True):
+        logits = model(input_ids=document[None], use_cache=False, **more).logits[0]
         cross_entropy(logits, targets(document), reduction="sum", ignore_index=-100).backward()
         found.append(logits.detach())
     return found

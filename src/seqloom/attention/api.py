@@ -66,8 +66,9 @@ def attention(
         q: [tokens, heads, dim], rows as in `context.spans`.
         k, v: [tokens, kv_heads, dim]; query head h reads kv head h // (heads // kv_heads). Values may have another dim.
         context: of the round, from `bind`; in a layer that `compile_layers` has compiled, its opaque handle.
-        causal: a token sees itself and the tokens before it; otherwise its whole document.
-        window: tokens it sees at most, itself included.
+        causal: a token sees itself and the tokens before it, and of a document to which the context gives a prefix
+            (`bind(prefixes=)`), those of the prefix each other; otherwise its whole document.
+        window: tokens it sees at most, itself included; tokens of a prefix see all of it.
         scale: softmax scale, by which logits are multiplied; None: dim ** -0.5.
         kernels: computes attention; None: the best of this device.
         dropout: share of the attention weights that is dropped: which ones follows from the seed of the context, the
@@ -187,6 +188,7 @@ def packed_attention(
     window: int | None = None,
     scale: float | None = None,
     kernels: Kernel | None = None,
+    prefixes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Return the attention of every packed document over itself, on one device: replaces a varlen call.
 
@@ -199,6 +201,7 @@ def packed_attention(
         cu_seqlens: [documents + 1] where documents begin, from 0 to `tokens`, on the host: reading it from a GPU
             would wait for the GPU.
         causal, window, scale, kernels: see `attention`.
+        prefixes: [documents] how many of its first tokens see each other, of every document; None: 0.
 
     Returns:
         [tokens, heads, dim].
@@ -218,7 +221,10 @@ def packed_attention(
     if not ends or ends[0] != 0 or ends[-1] != len(q) or ends != sorted(ends):
         shown = str(ends) if len(ends) <= 6 else f"[{', '.join(map(str, ends[:3]))}, .., {ends[-1]}]"
         raise SeqloomError(f"cu_seqlens {shown} for {len(q)} tokens: it must rise from 0 to {len(q)}")
-    context = bind_single_rank([stop - start for start, stop in pairwise(ends)], device=q.device)
+    if prefixes is not None and len(prefixes) != len(ends) - 1:
+        raise SeqloomError(f"{len(prefixes)} prefixes for {len(ends) - 1} documents; give one for each, 0 for none")
+    lengths, shown = [stop - start for start, stop in pairwise(ends)], dict(enumerate(prefixes or ()))
+    context = bind_single_rank(lengths, device=q.device, prefixes=shown)
     return attention(q, k, v, context, causal=causal, window=window, scale=scale, kernels=kernels)
 
 

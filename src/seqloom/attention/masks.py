@@ -8,18 +8,22 @@ the position of its first query minus that of its first key, so inside a segment
 
 Packed documents, the tiles of a ring step, a piece with its prefix: all are segments, and every kernel reads them.
 
+A prefix language model shows the first tokens of a document, its prefix, to each other. That is two segments: a square
+of these tokens without a mask, and the others, causal, over all tokens.
+
 Chunked attention (Llama 4) hides tokens of another chunk of `attention_chunk` tokens, counted from the first of the
 document. It is no rule of a segment: an attention chunk is a segment of its own, as if it were a document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from seqloom.errors import SeqloomError
+from seqloom.layout import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +131,32 @@ class Segments:
         if self.window is not None:
             pairs -= _pairs_behind(self.q_len, self.k_len, self.offset - self.window)
         return pairs
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """Which tokens of a document see each other in an attention call.
+
+    Attributes:
+        causal, window, attention_chunk: see `attention`.
+        prefixes: how many of its first tokens see each other, by document; others have none. In a call that is not
+            causal all tokens do anyway.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    attention_chunk: int | None = None
+    prefixes: Mapping[int, int] = field(default_factory=dict)
+
+    def packed(self, lengths: Sequence[int]) -> Segments:
+        """Return documents one after the other over themselves, without their prefixes."""
+        options = {"causal": self.causal, "window": self.window, "attention_chunk": self.attention_chunk}
+        return Segments.packed(lengths, **options)
+
+    def prefixes_of(self, spans: Sequence[Span]) -> np.ndarray | None:
+        """Return the prefix of every span's document, int64[spans]; None: there is none."""
+        found = np.array([self.prefixes.get(span.document, 0) for span in spans], dtype=np.int64)
+        return found if self.causal and found.any() else None
 
 
 def attention_chunks(first: np.ndarray, last: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -37,9 +37,9 @@ from seqloom.attention.kernels.interface import (
     SupportsBuilds,
     dtype_name,
 )
-from seqloom.attention.masks import Segments
+from seqloom.attention.masks import MaskRule
 from seqloom.attention.merge import merge_ops, sum_dtype
-from seqloom.attention.tiles import LocalHeads, ZigzagChunks, prepare
+from seqloom.attention.tiles import LocalHeads, ZigzagChunks, prepare_documents
 from seqloom.dist.rank_tokens import BoundGroup, Context
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Method
@@ -195,9 +195,10 @@ def _group_attentions(
         dropout = None
         if layer is not None and context.dropout_seed is not None:
             dropout = HeadDropout(options.dropout, context.dropout_seed, layer)
-        builder = _Builder(context, model, kernel, options.causal, window, chunk, latent, dropout)
+        mask = MaskRule(options.causal, window, chunk, context.prefixes)
+        builder = _Builder(context, model, kernel, mask, latent, dropout)
         local = LocalHeads(model, dropout=dropout)
-        return schedule_overlap(builder.groups(), local, kernel, builder.mask, context.node_size)
+        return schedule_overlap(builder.groups(), local, kernel, mask, context.node_size)
 
     return context.cached((heads, kv_heads, dim, dtype, scale, *options[:2], *options[3:], latent, layer), build)
 
@@ -212,15 +213,9 @@ class _Builder(NamedTuple):
     context: Context
     model: AttentionShape
     kernel: Kernel
-    causal: bool
-    window: int | None
-    attention_chunk: int | None
+    mask: MaskRule
     latent: int
     dropout: HeadDropout | None
-
-    @property
-    def mask(self) -> dict[str, Any]:
-        return {"causal": self.causal, "window": self.window, "attention_chunk": self.attention_chunk}
 
     def groups(self) -> list[UnscheduledGroup]:
         """Return every group that this rank computes or passes messages of, in the order of the work."""
@@ -249,7 +244,7 @@ class _Builder(NamedTuple):
         local = LocalHeads(shape, None if latent else split.kv_index(bound.ulysses_index), dropout)
         exchange = UlyssesExchange(context.transport, bound, split) if group.ulysses > 1 else None
         inner = (
-            PrefixAttention.of(context, bound, local, self.kernel, self.window, self.attention_chunk)
+            PrefixAttention.of(context, bound, local, self.kernel, self.mask)
             if in_pieces
             else self._inner(bound, local)
         )
@@ -275,13 +270,11 @@ class _Builder(NamedTuple):
     def _inner(self, bound: BoundGroup, heads: LocalHeads) -> PreparedAttention | ContextParallelAttention:
         context, group, index = self.context, bound.group, bound.ring_index
         if group.ring == 1:
-            segments = Segments.packed([span.tokens for span in bound.spans], **self.mask)
-            tokens = heads.tokens(bound.spans)
-            return prepare(self.kernel, segments, heads, tokens, tokens)
+            return prepare_documents(self.kernel, bound.spans, self.mask, heads)
         routed = self._routed(group)
         if self._gathers(group):
-            return Gather.of(context.transport, bound, heads, self.kernel, routed, **self.mask)
-        keys = RingKeys.of_round(group, index, heads, self.kernel, **self.mask)
+            return Gather.of(context.transport, bound, heads, self.kernel, routed, self.mask)
+        keys = RingKeys.of_round(group, index, heads, self.kernel, self.mask)
         ops = merge_ops(context.device, heads.shape.dtype)
         return Ring(context.transport, bound.ring_ranks, index, (keys,), ops, routed)
 
@@ -290,11 +283,13 @@ class _Builder(NamedTuple):
         context, model = self.context, self.model
         if group.route is None or group.ring == 1 or context.node_size is None:  # `bind` has asked for the last
             return None
-        chunks = [ZigzagChunks.of(group, index, self.attention_chunk) for index in range(group.ring)]
+        chunks = [ZigzagChunks.of(group, index, self.mask.attention_chunk) for index in range(group.ring)]
         widths = [high - low for low, high in self._split(group).kv]
         wide = sum_dtype(model.dtype).itemsize // model.dtype.itemsize
         if self._gathers(group):
-            moves = gather_moves(group, chunks, widths, wide, causal=self.causal, window=self.window)
+            whole = self._has_prefix(group)  # then the keys of all tokens are gathered
+            rule = {"causal": self.mask.causal and not whole, "window": None if whole else self.mask.window}
+            moves = gather_moves(group, chunks, widths, wide, **rule)
         else:
             moves = ring_moves(group, max(each.rows for each in chunks), widths, wide)
         unit = self._kv_values(group) * model.dtype.itemsize
@@ -307,8 +302,13 @@ class _Builder(NamedTuple):
         would send mostly keys that nobody sees. The answer is the same on all ranks of the group.
         """
         chunk = max((span.tokens for span in group.spans), default=0) // (2 * group.ring)
-        reach = min((tokens for tokens in (self.window, self.attention_chunk) if tokens is not None), default=chunk + 1)
-        return group.method == Method.GATHER or reach <= chunk
+        limits = (self.mask.window, self.mask.attention_chunk)
+        reach = min((tokens for tokens in limits if tokens is not None), default=chunk + 1)
+        return group.method == Method.GATHER or (reach <= chunk and not self._has_prefix(group))
+
+    def _has_prefix(self, group: Group) -> bool:
+        """Whether the first tokens of a document of a group see each other."""
+        return self.mask.prefixes_of(group.spans) is not None
 
 
 def _default_kernel(device: torch.device) -> Kernel:
@@ -358,6 +358,12 @@ def _check_call(context: Context, heads: int, kv_heads: int, options: AttentionO
                 f"plan with ulysses of at most {heads} and a ring for the rest"
             )
         check_pieces(context, group, options)
+    if context.prefixes and options.causal and options.attention_chunk is not None:
+        raise SeqloomError(
+            f"attention_chunk {options.attention_chunk} for document {min(context.prefixes)}, whose first "
+            f"{context.prefixes[min(context.prefixes)]} tokens see each other: chunks would hide some of them; leave "
+            "one of both out"
+        )
     _check_options(options)
 
 

@@ -8,8 +8,12 @@ document,
     j <  i   all queries x low keys, no mask
     j >  i   high queries x all keys, no mask
 
-so every index computes the same area in every step but the first. All index work is done on the host, once per round
-for all layers; `forward_tiles` and `backward_tiles` then run prepared kernels on slices of rows.
+so every index computes the same area in every step but the first. Where the first tokens of a document see each other
+(`MaskRule.prefixes`), those of the queries' index x those of the keys' index are one more tile, without a mask, and the
+tiles above have the queries behind them.
+
+All index work is done on the host, once per round for all layers; `forward_tiles` and `backward_tiles` then run
+prepared kernels on slices of rows.
 """
 
 from __future__ import annotations
@@ -25,8 +29,15 @@ import torch
 from seqloom.attention.dropout import HeadDropout, Tokens
 from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved, device_rows
 from seqloom.attention.latent import HeadExpansion
-from seqloom.attention.masks import Segments, attention_chunks
-from seqloom.attention.merge import GradientAccumulator, MergeOps, PartialOutput, sum_dtype
+from seqloom.attention.masks import MaskRule, Segments, attention_chunks
+from seqloom.attention.merge import (
+    GradientAccumulator,
+    MergeOps,
+    OutputAccumulator,
+    PartialOutput,
+    merge_ops,
+    sum_dtype,
+)
 from seqloom.dist.rank_tokens import rows_of_spans
 from seqloom.dist.rows import RowIndex, expand_runs, on_device
 from seqloom.errors import SeqloomError
@@ -97,23 +108,50 @@ class ZigzagChunks:
         start, stop = np.stack([self.start[0], self.stop[1]]), np.stack([self.stop[1], self.stop[1]])
         return ZigzagChunks(self.index, start, stop, _first_rows(start, stop), self.extent)
 
+    def rows_before(self, position: np.ndarray) -> np.ndarray:
+        """Return how many tokens before a position the index holds, int64[documents]: they are its first rows."""
+        return np.clip(position - self.start, 0, self.stop - self.start).sum(axis=0)
 
-def ring_tiles(queries: ZigzagChunks, keys: ZigzagChunks, *, causal: bool, window: int | None) -> tuple[Tile, ...]:
-    """Return the tiles of one ring step. The first one of an index with itself covers all its rows."""
+    def since(self, position: np.ndarray) -> ZigzagChunks:
+        """Return the chunks without the tokens before a position, in the same rows; position is int64[documents]."""
+        start = np.clip(position, self.start, self.stop)
+        return replace(self, start=start, row=self.row + start - self.start)
+
+
+def ring_tiles(
+    queries: ZigzagChunks,
+    keys: ZigzagChunks,
+    *,
+    causal: bool,
+    window: int | None,
+    prefix: np.ndarray | None = None,
+) -> tuple[Tile, ...]:
+    """Return the tiles of one ring step; `prefix` is that of every document under a causal mask, None: there is none.
+
+    Without a prefix the first tile of an index with itself covers all its rows.
+    """
+    squares: tuple[Tile, ...] = ()
+    if prefix is not None:
+        own, seen = queries.rows_before(prefix), keys.rows_before(prefix)
+        squares = _tiles((queries.row[0], queries.row[0] + own, keys.row[0], keys.row[0] + seen), causal=False)
     if window is not None:
-        return _window_tiles(queries, keys, window)
-    q_low, q_high, k_low, k_high = queries.row[0], queries.row[1], keys.row[0], keys.row[1]
+        return squares + _window_tiles(queries, keys, window, prefix)
+    rest = queries if prefix is None else queries.since(prefix)
+    first, k_low, k_high = rest.end - (rest.stop - rest.start).sum(axis=0), keys.row[0], keys.row[1]
     if not causal or queries.index == keys.index:
-        return _tiles((q_low, queries.end, k_low, keys.end), causal=causal)
+        return squares + _tiles((first, rest.end, k_low, keys.end, first - queries.row[0]), causal=causal)
     if keys.index < queries.index:
-        return _tiles((q_low, queries.end, k_low, k_high), causal=False)
-    return _tiles((q_high, queries.end, k_low, keys.end), causal=False)
+        return squares + _tiles((first, rest.end, k_low, k_high), causal=False)
+    return squares + _tiles((rest.row[1], rest.end, k_low, keys.end), causal=False)
 
 
-def _window_tiles(queries: ZigzagChunks, keys: ZigzagChunks, window: int) -> tuple[Tile, ...]:
+def _window_tiles(
+    queries: ZigzagChunks, keys: ZigzagChunks, window: int, prefix: np.ndarray | None
+) -> tuple[Tile, ...]:
     """A segment for every pair of chunks that see each other. A high chunk may see two: that makes a second tile."""
     if queries.index == keys.index:
         queries = keys = queries.merged()
+    queries = queries if prefix is None else queries.since(prefix)
     same = [_chunk_pair(queries, half, keys, half, window) for half in (0, 1)]
     rows = tuple(np.concatenate(columns) for columns in zip(*same, strict=True))
     return _tiles(rows, causal=True, window=window) + _tiles(_chunk_pair(queries, 1, keys, 0, window), True, window)
@@ -174,11 +212,21 @@ class GatherSchedule(NamedTuple):
 
 
 def gather_schedule(
-    chunks: Sequence[ZigzagChunks], index: int, device: torch.device, *, causal: bool, window: int | None
+    chunks: Sequence[ZigzagChunks],
+    index: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    window: int | None,
+    prefix: np.ndarray | None = None,
 ) -> GatherSchedule:
-    """Return what ring index `index` sends, receives and computes when keys are gathered; `chunks` are those of all."""
-    own = chunks[index]
-    sends = []
+    """Return what ring index `index` sends, receives and computes when keys are gathered; `chunks` are those of all.
+
+    With a prefix, that of every document under a causal mask, the keys of all tokens are gathered.
+    """
+    own, sends = chunks[index], []
+    tiles = _gather_tiles(own, causal, window) if prefix is None else _prefix_gather_tiles(own, window, prefix)
+    causal, window = (causal, window) if prefix is None else (False, None)
     for other in chunks:
         _, _, row, length = _visible_keys(_visible_positions(other, causal, window), own)
         sends.append(device_rows(row, row + length, device))
@@ -191,7 +239,7 @@ def gather_schedule(
         order = on_device(expand_runs(arrived[sort], length[sort]), device)
     counts = tuple(int(part[3].sum()) for part in parts)
     runs = zip(document[sort].tolist(), position[sort].tolist(), (position + length)[sort].tolist(), strict=True)
-    return GatherSchedule(tuple(sends), counts, order, _gather_tiles(own, causal, window), tuple(starmap(Span, runs)))
+    return GatherSchedule(tuple(sends), counts, order, tiles, tuple(starmap(Span, runs)))
 
 
 def visible_runs(
@@ -257,6 +305,21 @@ def _gather_tiles(queries: ZigzagChunks, causal: bool, window: int | None) -> tu
     return _tiles(low, causal, window) + _tiles(high, causal, window)
 
 
+def _prefix_gather_tiles(queries: ZigzagChunks, window: int | None, prefix: np.ndarray) -> tuple[Tile, ...]:
+    """The tiles over the keys of all tokens: those of the prefix, then those of the low chunk behind it, and the high.
+
+    A document begins at the key in row `first`.
+    """
+    first = _first_rows(*_visible_positions(queries, False, None).transpose(1, 0, 2))[0]
+    row, rest = queries.row[0], queries.merged().since(prefix)
+    squares = _tiles((row, row + queries.rows_before(prefix), first, first + prefix), causal=False)
+    reach = _first_seen(rest, window)
+    seen = (first + edge - queries.extent[0] for edge in (reach, rest.stop))
+    columns = (rest.row, rest.row + rest.stop - rest.start, *seen, rest.start - reach)
+    low, high = ([column[half] for column in columns] for half in (0, 1))
+    return squares + _tiles(low, True, window) + _tiles(high, True, window)
+
+
 def _prefix_tiles(queries: ZigzagChunks) -> tuple[Tile, ...]:
     """A causal square for every chunk, and all keys before it without a mask: kernels are fastest so.
 
@@ -269,6 +332,22 @@ def _prefix_tiles(queries: ZigzagChunks) -> tuple[Tile, ...]:
     squares = _tiles([np.concatenate(column) for column in (*rows, start, stop)], causal=True)
     before = [_tiles((rows[0][half], rows[1][half], first, start[half]), causal=False) for half in (0, 1)]
     return squares + before[0] + before[1]
+
+
+# -- documents of one rank --------------------------------------------------------------------------------------------
+
+
+def packed_tiles(spans: Sequence[Span], mask: MaskRule) -> tuple[Tile, ...]:
+    """Return the tiles of whole documents over themselves, one after the other: without a prefix it is one."""
+    length, prefix = np.array([span.tokens for span in spans], dtype=np.int64), mask.prefixes_of(spans)
+    if prefix is None:
+        rows = slice(0, int(length.sum()))
+        return (Tile(mask.packed(length.tolist()), rows, rows),)
+    stop = np.cumsum(length)
+    start = stop - length
+    first = start if mask.window is None else start + np.maximum(prefix - mask.window + 1, 0)
+    squares = _tiles((start, start + prefix, start, start + prefix), causal=False)
+    return squares + _tiles((start + prefix, stop, first, stop, start + prefix - first), True, mask.window)
 
 
 # -- tiles on kernels -------------------------------------------------------------------------------------------------
@@ -346,8 +425,41 @@ def prepare_tiles(
     return tuple(PreparedTile(prepared(tile), tile.queries, tile.keys) for tile in tiles)
 
 
+def prepare_documents(kernel: Kernel, spans: Sequence[Span], mask: MaskRule, heads: LocalHeads) -> PreparedAttention:
+    """Have a kernel prepare whole documents, one after the other, over themselves; see `prepare`."""
+    tiles, tokens = packed_tiles(spans, mask), heads.tokens(spans)
+    if len(tiles) == 1:
+        return prepare(kernel, tiles[0].segments, heads, tokens, tokens)
+    ops = merge_ops(heads.shape.device, heads.shape.dtype)
+    return MergedTiles(prepare_tiles(kernel, tiles, heads, tokens, tokens), ops)
+
+
 def _rows_of(tokens: Tokens | None, rows: slice) -> Tokens | None:
     return None if tokens is None else (tokens[0][rows], tokens[1][rows])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedTiles:
+    """Several prepared tiles of the same queries and keys, as one `PreparedAttention`."""
+
+    tiles: tuple[PreparedTile, ...]
+    ops: MergeOps
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse)."""
+        total = OutputAccumulator(q, self.ops)
+        for tile in self.tiles:
+            total.merge(PartialOutput(*tile.forward(q, k, v), tile.queries.start))
+        return total.result()
+
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """Return (dq, dk, dv)."""
+        dq, dk, dv = (GradientAccumulator(x, self.ops) for x in saved[:3])
+        for tile in self.tiles:
+            parts = tile.backward(dout, saved)
+            for total, rows, part in zip((dq, dk, dv), (tile.queries, tile.keys, tile.keys), parts, strict=True):
+                total.add(rows, part)
+        return dq.result(), dk.result(), dv.result()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

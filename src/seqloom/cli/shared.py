@@ -182,17 +182,18 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def load_model(name: str | Path) -> ModelSpec:
     """Return the shapes of a model by name, file, folder or hub name.
 
-    A folder whose type no table has is read by its library; of a hub name, config.json is all that is read.
+    Transformers reads a folder's, where it has its type; of a hub name, config.json is all that is read.
     """
     from seqloom.describe import ModelSpec
-    from seqloom.describe.huggingface import has_known_type
 
     if not Path(name).exists() and not is_file_name(str(name)) and _HUB_NAME.fullmatch(str(name)):
         return replace(load_model(_hub_folder(str(name))), name=str(name))
     path, libraries = Path(name) / "config.json", all(map(find_spec, ("torch", "transformers")))
-    if not path.is_file() or not libraries or has_known_type(read_mapping(path)):
-        return ModelSpec.load(str(name))
-    return import_module("seqloom.integrations.transformers.describe").describe_folder(Path(name))
+    if path.is_file() and libraries:
+        describe = import_module("seqloom.integrations.transformers.describe")
+        if describe.has_type(read_mapping(path)):
+            return describe.describe_folder(Path(name))
+    return ModelSpec.load(str(name))
 
 
 def _hub_folder(name: str) -> Path:

@@ -1,4 +1,8 @@
-"""Model specs from the ``config.json`` of a Hugging Face model. Reads a mapping; fetches nothing."""
+"""Model specs from the ``config.json`` of a Hugging Face model. Reads a mapping; fetches nothing.
+
+For machines without torch, on which plans are made, and for the commonest types. Where transformers is installed the
+shapes of a folder are read from the model itself (`integrations.transformers.describe`); a test holds that both agree.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,9 @@ from seqloom.errors import SeqloomError
 Config = Mapping[str, Any]
 
 WAY_OUT = (
-    "describe the model in a .json or .toml file with the fields of ModelSpec, or install 'seqloom[train,hf]', which "
-    "reads the shapes of a folder from the model itself"
+    "describe the model in a .json or .toml file with the fields of ModelSpec, or have the shapes read from the model "
+    "itself, which needs 'seqloom[train,hf]': give its folder to a command, or call "
+    "seqloom.integrations.transformers.describe_model"
 )
 
 
@@ -81,7 +86,8 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(gated=False, tied=True, learned_positions=True, defaults={"n_positions": 1024}),
     "gpt_neox": Family(gated=False),
 }
-"""Supported values of ``model_type``."""
+"""Values of ``model_type`` whose shapes follow from the config. Of these `deepseek` and `kimi_k2` are for plans alone:
+transformers has no code of them."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -156,13 +162,6 @@ def _model_from_config(config: Config, name: str | None) -> ModelSpec:
     )
 
 
-def has_known_type(config: Config) -> bool:
-    """Whether `model_from_config` has a word on the model type: the shapes, or why it is refused."""
-    text = config.get("text_config")
-    kinds = (config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
-    return any(isinstance(kind, str) and kind in FAMILIES for kind in kinds)
-
-
 def position_rows(config: Config) -> int:
     """Return the longest document that a model takes that has a table of positions (`learned_positions`)."""
     family = FAMILIES.get(config.get("model_type", ""), Family())
@@ -176,7 +175,8 @@ def _family(config: Config) -> Family:
     if kind not in FAMILIES:
         _refuse(config)
         raise SeqloomError(
-            f"model_type {kind!r} is not supported ({', '.join(FAMILIES)} are); to plan for it, {WAY_OUT}"
+            f"model_type {kind!r}: its shapes do not follow from the config alone, as those of llama, qwen3 and "
+            f"{len(FAMILIES) - 2} other types do; {WAY_OUT}"
         )
     return FAMILIES[kind]
 
@@ -266,6 +266,7 @@ def _experts(config: Config, layers: int) -> dict[str, Any]:
         "active_experts": _number(config, "active_experts"),
         "expert_ffn": width,
         "shared_ffn": shared,
+        "counts_routing": bool(config.get("output_router_logits")) and config.get("router_aux_loss_coef") != 0,
         "moe_layers": sparse,
     }
 

@@ -106,6 +106,8 @@ class ModelSpec:
     head_shapes: tuple[tuple[int, int], ...] = ()
     """For each layer, how many key/value heads it has and how wide its heads are, where layers differ. () is
     ``kv_heads`` of ``head_dim`` in all of them, by which exchanges of keys and values are priced in any case."""
+    counts_routing: bool = False
+    """A step runs forward once more before, to count where routers send its tokens: the model has a router loss."""
     other_tables: int = 0
     """Parameters of tables that tokens are looked up in beside the embedding, such as inputs of single layers."""
     mixer_heads: int = 0

@@ -90,6 +90,8 @@ class Context:
         mlp_redistribute: from the model's tokens to those of the MLP; None where these are the same.
         node_size: ranks per node; None: not known.
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
+        prefixes: how many of its first tokens see each other, for every document of the round of which more than one do
+            (prefix language models).
         kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
         tp_group: ranks that share the weights with this one; None: tensor degree 1.
         ep_group: ranks that divide the experts with this one; None: expert degree 1.
@@ -117,6 +119,7 @@ class Context:
         "offload",
         "pieces",
         "positions",
+        "prefixes",
         "saved_attention",
         "spans",
         "tp_group",
@@ -132,6 +135,7 @@ class Context:
         device: torch.device,
         node_size: int | None,
         pieces: Mapping[int, tuple[Span, ...]],
+        prefixes: Mapping[int, int],
         kv_cache: object | None,
         redistribute: TokenRedistribute | None = None,
         tp_group: TPGroup | None = None,
@@ -147,7 +151,8 @@ class Context:
         """
         self.work, self.transport, self.node_size, self.layers = work, transport, node_size, layers
         self.ep_group = ep_group
-        self.pieces, self.kv_cache, self.tp_group, self.dropout_seed = pieces, kv_cache, tp_group, dropout_seed
+        self.pieces, self.prefixes, self.kv_cache = pieces, prefixes, kv_cache
+        self.tp_group, self.dropout_seed = tp_group, dropout_seed
         rank, remaps_attention = transport.rank, work.remap == Remap.ATTENTION
         own = [group for group in work.groups if rank in group.ranks]
         # A document is in one group, so sorting by document is all it takes to join the spans of the groups.
@@ -236,6 +241,7 @@ def bind(
     layers: tuple[int, int] | None = None,
     ep_ranks: tuple[int, ...] = (),
     tp_ranks: tuple[int, ...] = (),
+    prefixes: Mapping[int, int] | None = None,
 ) -> Context:
     """Compute what one stage's share of a round means for the rank of `transport`. Communicates nothing.
 
@@ -252,11 +258,14 @@ def bind(
         layers: of the stage, as `Stage.layers`; needed where some of them recompute less than the others.
         ep_ranks: that divide the experts of the layers, this rank among them; see `Pipeline.ep_groups`.
         tp_ranks: that divide the weights of the layers; a rank without tokens finds them in no group of the work.
+        prefixes: how many of its first tokens see each other in causal attention, by document (prefix language models);
+            of those that are not named every token sees only what is before it.
     """
     _check_ranks(work, transport, node_size)
     _check_layouts(work, tensor)
     rank, device = transport.rank, torch.device(device)
-    shared = transport, device, node_size, _pieces_of_round(work, pieces or {}), kv_cache
+    found = _pieces_of_round(work, pieces or {})
+    shared = transport, device, node_size, found, _prefixes_of_round(work, prefixes or {}, found), kv_cache
     blocks, tp_group = _block_layouts(work, rank), None
     if tensor > 1:
         ranks, index = tp_ranks_of(work, rank, tensor)
@@ -271,16 +280,23 @@ def bind(
 
 
 def bind_single_rank(
-    lengths: Sequence[int], *, device: torch.device | str = "cpu", dropout_seed: int | None = None
+    lengths: Sequence[int],
+    *,
+    device: torch.device | str = "cpu",
+    dropout_seed: int | None = None,
+    prefixes: Mapping[int, int] | None = None,
 ) -> Context:
-    """Return the context of whole documents 0, 1, .. of these lengths, packed one after the other on one device."""
+    """Return the context of whole documents 0, 1, .. of these lengths, packed one after the other on one device.
+
+    For `dropout_seed` and `prefixes` see `bind`.
+    """
     wrong = [length for length in lengths if length < 0]
     if wrong:
         raise SeqloomError(f"a document of {wrong[0]} tokens: lengths are 0 or more")
     spans = tuple(Span(number, 0, int(length)) for number, length in enumerate(lengths) if length)
     groups = (Group((0,), 1, 1, spans),) if spans else ()
     work = StageMicroBatch(groups, Checkpoint.NONE)
-    return bind(work, SingleRankTransport(), device=device, dropout_seed=dropout_seed)
+    return bind(work, SingleRankTransport(), device=device, dropout_seed=dropout_seed, prefixes=prefixes)
 
 
 def _block_layouts(work: StageMicroBatch, rank: int) -> list[Layout]:
@@ -487,6 +503,30 @@ def _pieces_of_round(work: StageMicroBatch, pieces: Mapping[int, tuple[Span, ...
                 f"{given}: give the pieces of the plan that the round belongs to"
             )
         found[span.document] = every
+    return found
+
+
+def _prefixes_of_round(
+    work: StageMicroBatch, prefixes: Mapping[int, int], pieces: Mapping[int, tuple[Span, ...]]
+) -> dict[int, int]:
+    """Return the prefixes of the documents of a round that are longer than one token; refuse impossible ones."""
+    found = {}
+    for span in work.spans():
+        prefix, whole = prefixes.get(span.document, 0), span.document not in pieces
+        first = span.stop if whole else pieces[span.document][0].stop
+        if not hasattr(prefix, "__index__") or prefix < 0 or (whole and prefix > first):
+            raise SeqloomError(
+                f"a prefix of {prefix} tokens for document {span.document}, which has {span.stop}: it is how many of "
+                f"its first tokens see each other, a whole number from 0 to {span.stop}"
+            )
+        if prefix > first:
+            raise SeqloomError(
+                f"a prefix of {prefix} tokens for document {span.document}, whose first piece ends at token {first}: "
+                "the keys of later pieces do not exist yet when it is computed; plan whole documents, or make the "
+                "first piece as long as the prefix"
+            )
+        if prefix > 1:
+            found[span.document] = int(prefix)
     return found
 
 

@@ -34,13 +34,13 @@ from seqloom.models.offload import HostCopies, Offload
 from seqloom.models.router_loss import RouterLoss
 from seqloom.params.interface import Parameters, scale_gradients
 from seqloom.plan import Action, ActionKind, Checkpoint, Sharding
+from seqloom.plan.action import EVALUATION_KINDS
 
 Rows = Callable[[Context], tuple[torch.Tensor, torch.Tensor]]
 """rows(context) -> ids and labels, int64[context.tokens] each, on its device, in the order of `context.spans`."""
 
 W = ActionKind.W
 UNSHARD, REDUCE, RESHARD = ActionKind.UNSHARD, ActionKind.REDUCE, ActionKind.RESHARD
-EVALUATION_KINDS = (UNSHARD, F, SEND_F, RECV_F, RESHARD)
 MESSAGES, ROWS, BUSY = "messages", "rows", "busy"
 
 

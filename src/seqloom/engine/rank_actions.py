@@ -7,7 +7,7 @@ tokens, and skips the others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -94,6 +94,7 @@ def bind_plan(
     check: bool = True,
     prepare: Callable[[Context], None] | None = None,
     dropout_seed: int | None = None,
+    prefixes: Mapping[int, int] | None = None,
 ) -> RankPlan:
     """Work out what the rank of `transport` does in a plan; all ranks call it.
 
@@ -105,6 +106,7 @@ def bind_plan(
         prepare: called with every context of this rank, to do the model's index work before the first layer
             (`ModelAdapter.prepare`); None: the first layer of a round does it.
         dropout_seed: see `bind`; such as the number of the step.
+        prefixes: see `bind`.
     """
     device = torch.device(device)
     if plan.limits.ranks != transport.ranks:
@@ -131,6 +133,7 @@ def bind_plan(
         pieces=pieces,
         kv_cache=kv_cache,
         dropout_seed=dropout_seed,
+        prefixes=prefixes,
     )
     pp_rank = next(index for index, ranks in enumerate(pipeline.ranks_by_pp_rank) if rank in ranks)
     boundary = StageBoundary(pipeline, rank, device)

@@ -10,7 +10,14 @@ known for the whole step, the gradient is that of a sum,
 
 So a step runs forward twice. The first pass, without gradients, counts (`RouterLoss.counting`); ranks add up what they
 counted. In the second every layer with experts adds its part of the sum to the backward of its output (`add_loss`), as
-Megatron's MoEAuxLossAutoScaler does: no scalar has to be carried to the loss.
+Megatron's MoEAuxLossAutoScaler does: no scalar has to be carried to the loss. `engine.run_step` does so; a loop of
+one's own writes it out:
+
+    with torch.no_grad(), loss.counting(device) as counted:
+        ...                                         the whole step forward
+    all_reduce(counted)
+    with loss.step(counted) as value:
+        ...                                         forward and backward; `value` is the loss
 """
 
 from __future__ import annotations
@@ -86,8 +93,9 @@ class RouterLoss:
         if self._slopes is None:
             raise SeqloomError(
                 f"a router loss of coefficient {self.coefficient} outside of a step: it is over all tokens of the "
-                "step, which must be counted first; run the step with seqloom.engine.run_step and "
-                "model_adapter(model), or load the model with output_router_logits=False"
+                "step, which must be counted first; run the step with seqloom.engine.run_step, or in a loop of your "
+                "own twice, in counting() and step() of model_adapter(model).router_loss; or load the model with "
+                "output_router_logits=False"
             )
         return (torch.softmax(logits.to(wide), dim=-1) * self._slopes.to(wide)).sum()
 

@@ -35,6 +35,9 @@ class ActionKind(StrEnum):
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
 
+EVALUATION_KINDS = frozenset((F, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.UNSHARD, ActionKind.RESHARD))
+"""Of a step that only runs forward."""
+
 _LONGEST_FIRST = sorted((kind.value for kind in ActionKind), key=len, reverse=True)
 _PATTERN = re.compile(rf"(\d+)({'|'.join(_LONGEST_FIRST)})(\d+)?", re.ASCII)
 

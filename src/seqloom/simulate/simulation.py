@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
+from seqloom.plan.action import EVALUATION_KINDS
 from seqloom.plan.notebook import html_table
 from seqloom.simulate.events import EventTable, NicTable, event_table, nic_table
 from seqloom.simulate.memory import peak_host_memory, peak_memory
@@ -44,7 +45,8 @@ class Simulation:
 
     Exposed communication is the time of a rank's groups that is not computing, and messages between stages during which
     the rank does nothing else. The end of the step is the reduction once per step and the optimiser, after all rounds,
-    and the exposed resharding time of free sharding, which may come before the first of them.
+    and the exposed resharding time of free sharding, which may come before the first of them, as does a forward that
+    counts where routers send tokens (`ModelSpec.counts_routing`).
     """
 
     step_ns: int
@@ -110,6 +112,7 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     _require_match(plan, cost)
     graph, starts, stops = _dry_run(plan, cost)
     end, end_comm = end_ns(plan, cost, graph.times)
+    end += _counting_ns(plan, cost)
     step = int(stops.max(initial=0)) + end
     events = event_table(graph, starts, cost.ranks, (end, end_comm))
     comm, idle = _comm_and_idle_ns(events, cost.ranks, step)
@@ -136,10 +139,23 @@ def predicted_ns(plan: Plan, cost: CostModel) -> int:
 
     Planners compare it, and training records it beside the measured time.
     """
+    counting = _counting_ns(plan, cost)
     if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
-        return cost.plan_ns(plan)
+        return cost.plan_ns(plan) + counting
     graph, _, stops = _dry_run(plan, cost)
-    return int(stops.max(initial=0)) + end_ns(plan, cost, graph.times)[0]
+    return int(stops.max(initial=0)) + end_ns(plan, cost, graph.times)[0] + counting
+
+
+def _counting_ns(plan: Plan, cost: CostModel) -> int:
+    """Time of the forward that counts where routers send a step's tokens, before it (`models.router_loss`)."""
+    if not cost.model.counts_routing:
+        return 0
+    forward = [
+        replace(each, actions=tuple(tuple(one for one in row if one.kind in EVALUATION_KINDS) for row in each.actions))
+        for each in plan.pipelines
+    ]
+    _, _, stops = _dry_run(replace(plan, pipelines=tuple(forward)), cost)
+    return int(stops.max(initial=0))
 
 
 def _require_match(plan: Plan, cost: CostModel) -> None:

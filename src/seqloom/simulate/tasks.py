@@ -179,11 +179,12 @@ def _wait_for_documents(graph: TaskGraph, number: int, pipeline: Pipeline) -> No
         for r, current in enumerate(pipeline.rounds):
             keys = [MicroBatchKey(number, s, r) for s in pair]
             early, late = (_components(current.by_stage[key.stage], graph.times[key]) for key in keys)
-            down, up = ([first[key, forward] for key in keys] for forward in (True, False))
             component_of = dict(early)
             for document, component in late:
-                graph.engine.require(down[1] + component, [down[0] + component_of[document]])
-                graph.engine.require(up[0] + component_of[document], [up[1] + component])
+                graph.engine.require(first[keys[1], True] + component, [first[keys[0], True] + component_of[document]])
+                if (keys[0], False) in first:  # not of a step that only runs forward
+                    up = [first[key, False] for key in keys]
+                    graph.engine.require(up[0] + component_of[document], [up[1] + component])
 
 
 def _components(work: StageMicroBatch, times: MicroBatchTimes) -> list[tuple[int, int]]:

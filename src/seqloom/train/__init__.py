@@ -65,7 +65,7 @@ def train(
 
     launched = launched_rank() is not None
     if launched and ranks is not None:
-        raise SeqloomError(f"ranks = {ranks} under torchrun or srun, which has started the ranks; leave one out")
+        raise SeqloomError(f"{ranks} ranks (--ranks) under torchrun or srun, which has started them; leave one out")
 
     options: dict[str, Any] = {"model_family": model_family_of(loaded), "share_gpu": share_gpu, "show": show}
     if launched:

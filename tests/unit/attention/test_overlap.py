@@ -9,6 +9,7 @@ import torch
 from seqloom.attention.context_parallel import overlap
 from seqloom.attention.context_parallel.overlap import ContextParallelAttention, LocalRuns, OverlapTask
 from seqloom.attention.kernels.cpu import Reference
+from seqloom.attention.masks import MaskRule
 from seqloom.attention.plan import AttentionOptions, _group_attentions
 from seqloom.dist.rank_tokens import bind
 from seqloom.dist.thread_transport import run_ranks
@@ -75,11 +76,11 @@ def test_without_nodes_all_rings_are_filled_and_without_a_ring_local_work_is_one
 def test_a_gpu_is_not_given_less_than_fills_it():
     documents = [overlap._Document(0, k * 1024, (k + 1) * 1024, Span(k, 0, 1024)) for k in range(16)]
     waits = [overlap._Exchange(1, k, size) for k, size in enumerate((1, 30, 0, 30, 60))]
-    few = overlap._assign_exchanges(documents, waits, 32, 2**17, {"causal": True, "window": None})
+    few = overlap._assign_exchanges(documents, waits, 32, 2**17, MaskRule())
     assert [wait.number for wait in few] == [1] * 4 + [3] * 4 + [4] * 8
-    one = overlap._assign_exchanges(documents, waits, 4, 2**17, {"causal": True, "window": None})
+    one = overlap._assign_exchanges(documents, waits, 4, 2**17, MaskRule())
     assert {wait.number for wait in one} == {4}
-    assert overlap._assign_exchanges(documents, waits[2:3], 4, 0, {"causal": True, "window": None}) == [None] * 16
+    assert overlap._assign_exchanges(documents, waits[2:3], 4, 0, MaskRule()) == [None] * 16
 
 
 class Noting(Reference):

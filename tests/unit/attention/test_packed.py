@@ -25,6 +25,15 @@ def test_it_is_the_truth(mask, kind):
     assert max(map(difference, found, (truth.out, truth.dq, truth.dk, truth.dv))) < 1e-10
 
 
+def test_prefixes_that_see_themselves():
+    case = Case.one_group((4, 1, 9), 4, 2, 8, prefixes=(4, 0, 5))
+    inputs = case.inputs(torch.float64)
+    out = packed_attention(*inputs[:3], [0, 4, 5, 14], prefixes=[4, 0, 5])
+    assert difference(out, case.truth(inputs).out) < 1e-10
+    with pytest.raises(SeqloomError, match=r"2 prefixes for 3 documents"):
+        packed_attention(*inputs[:3], [0, 4, 5, 14], prefixes=[4, 0])
+
+
 def test_empty_documents_and_an_empty_pack():
     q = torch.randn(3, 2, 4)
     assert torch.equal(packed_attention(q, q, q, [0, 0, 3, 3]), packed_attention(q, q, q, [0, 3]))

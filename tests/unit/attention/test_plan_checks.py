@@ -6,7 +6,7 @@ import torch
 from seqloom.attention import attention
 from seqloom.attention.kernels.cpu import CpuFlash
 from seqloom.dist.rank_tokens import bind, bind_single_rank
-from seqloom.dist.thread_transport import run_ranks
+from seqloom.dist.thread_transport import SingleRankTransport, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
@@ -53,6 +53,28 @@ def test_dropout():
     with torch.no_grad():  # evaluation: nothing is dropped
         whole, one = bind_single_rank([3]), [torch.rand(each.shape) for each in tensors()]
         assert torch.equal(attention(*one, whole, dropout=0.1), attention(*one, whole))
+
+
+def test_prefixes():
+    for prefix in (4, -1, 1.5):
+        with pytest.raises(
+            SeqloomError, match=rf"a prefix of {prefix} tokens for document 0, which has 3.*from 0 to 3"
+        ):
+            bind_single_rank([3], prefixes={0: prefix})
+    with pytest.raises(SeqloomError, match=r"attention_chunk 2 for document 0, whose first 3 tokens see each other"):
+        attention(*tensors(), bind_single_rank([3], prefixes={0: 3}), attention_chunk=2)
+    one = [torch.rand(each.shape) for each in tensors()]
+    plain, shown = bind_single_rank([3]), bind_single_rank([3], prefixes={0: 3})
+    assert torch.allclose(attention(*one, shown), attention(*one, plain, causal=False))
+    assert torch.equal(attention(*one, shown, causal=False), attention(*one, plain, causal=False))
+    assert torch.equal(attention(*one, bind_single_rank([3], prefixes={0: 1})), attention(*one, plain))
+
+
+def test_a_prefix_ends_in_the_first_piece():
+    pieces = {0: (Span(0, 0, 4), Span(0, 4, 6))}
+    first = StageMicroBatch((Group((0,), 1, 1, (Span(0, 0, 4),)),), Checkpoint.NONE)
+    with pytest.raises(SeqloomError, match=r"a prefix of 5 tokens for document 0, whose first piece ends at token 4"):
+        bind(first, SingleRankTransport(), pieces=pieces, prefixes={0: 5})
 
 
 @pytest.mark.parametrize("softcap", [0.0, -30.0, float("nan"), float("inf")])

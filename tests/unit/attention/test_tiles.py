@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.attention.tiles import ZigzagChunks, gather_schedule, ring_tiles
+from seqloom.attention.kernels.flash import FlashAttention4
+from seqloom.attention.masks import MaskRule
+from seqloom.attention.tiles import ZigzagChunks, gather_schedule, packed_tiles, ring_tiles
 from seqloom.cost import GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
@@ -123,6 +125,53 @@ def test_a_gather_fetches_what_is_visible_and_computes_it_once(lengths, causal, 
         found = pairs(schedule.tiles, tokens_of(chunks[index]), keys)
         assert len(found) == len(set(found))
         assert set(found) == expected
+
+
+PREFIXES = [(1, None), (2, 3), (5, None), (9, 4), (40, None), (40, 7), (0, None)]
+
+
+def prefixes_of(lengths, most):
+    """A prefix for every other document."""
+    return [min(most, length) if document % 2 == 0 else 0 for document, length in enumerate(lengths)]
+
+
+def expected_with_prefixes(lengths, queries, window, prefixes):
+    found = set()
+    for document, position in queries:
+        seen = visible(lengths[document], True, window, prefix=prefixes[document])[position]
+        found |= {((document, position), (document, key)) for key in torch.nonzero(seen).flatten().tolist()}
+    return found
+
+
+@pytest.mark.parametrize("ring", [2, 3, 5])
+@pytest.mark.parametrize("most, window", PREFIXES)
+@pytest.mark.parametrize("lengths", PACKS)
+def test_tiles_with_prefixes_compute_every_visible_pair_once(lengths, most, window, ring):
+    chunks, prefixes = chunks_of(lengths, ring), prefixes_of(lengths, most)
+    rule = {"causal": True, "window": window, "prefix": np.array(prefixes)}
+    documents = [(document, position) for document, length in enumerate(lengths) for position in range(length)]
+    for own in chunks:
+        tokens = tokens_of(own)
+        expected = expected_with_prefixes(lengths, tokens, window, prefixes)
+        around = [pair for each in chunks for pair in pairs(ring_tiles(own, each, **rule), tokens, tokens_of(each))]
+        held = {document for document, _ in tokens}
+        keys = [token for token in documents if token[0] in held]
+        gathered = pairs(gather_schedule(chunks, own.index, CPU, **rule).tiles, tokens, keys)
+        for found in (around, gathered):
+            assert len(found) == len(set(found)) and set(found) == expected
+
+
+@pytest.mark.parametrize("most, window", PREFIXES)
+@pytest.mark.parametrize("lengths", PACKS)
+def test_documents_of_one_rank_with_prefixes(lengths, most, window):
+    spans = [Span(document, 0, length) for document, length in enumerate(lengths)]
+    prefixes = prefixes_of(lengths, most)
+    tokens = [(document, position) for document, length in enumerate(lengths) for position in range(length)]
+    tiles = packed_tiles(spans, MaskRule(window=window, prefixes=dict(enumerate(prefixes))))
+    found = pairs(tiles, tokens, tokens)
+    assert len(found) == len(set(found))
+    assert set(found) == expected_with_prefixes(lengths, tokens, window, prefixes)
+    assert all(FlashAttention4.capabilities.supports(tile.segments).all() for tile in tiles), "a square, and the rest"
 
 
 def test_causal_rings_share_the_work_evenly():

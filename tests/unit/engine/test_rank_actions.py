@@ -53,6 +53,13 @@ def test_rounds_have_contexts_where_the_rank_takes_part():
     assert sum(each.tokens for each in found) == 19
 
 
+def test_every_round_has_the_prefixes_of_its_documents():
+    plan = one_stage_plan(ROUNDS, ranks=4, node_size=2, sharding=Sharding.FULL)
+    found = run_ranks(4, lambda transport: bind_plan(plan, transport, prefixes={0: 7, 2: 5, 3: 1}), strict=True)
+    for each in found:
+        assert [round_.context.prefixes for round_ in each.rounds] == [{0: 7}, {2: 5}, {}]
+
+
 def test_all_ranks_refuse_a_plan_that_another_does_not_have():
     plans = [one_stage_plan(ROUNDS, ranks=4, reduce=Reduce(kind)) for kind in ("round", "step")]
     messages = []

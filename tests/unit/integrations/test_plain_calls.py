@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, inputs
+from support.model_kinds import hrm
 from support.tiny_models import (
     HYBRIDS,
     LATENTS,
@@ -19,7 +20,6 @@ from support.tiny_models import (
     VOCABULARY,
     documents,
     one_by_one,
-    randomised,
     targets,
     tiny_model,
 )
@@ -188,16 +188,9 @@ def test_masks_with_holes_and_masks_of_one_s_own():
     torch.testing.assert_close(model(ids, attention_mask=tree).logits, other(ids, attention_mask=tree).logits, **EXACT)
 
 
-def hrm():
-    """A prefix language model: tokens of a prompt (`token_type_ids`) see the whole prompt."""
-    sizes = {name: size for name, size in SIZES.items() if name not in ("num_hidden_layers", "num_key_value_heads")}
-    cycles = {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1, "prefix_lm": True, "head_dim": 4}
-    return randomised(hf.HrmTextForCausalLM(hf.HrmTextConfig(**sizes, **cycles, pad_token_id=0)), 0).double().eval()
-
-
 def test_prompts_that_see_themselves():
-    """By transformers' mask in a call without a context; the engine refuses them."""
-    model, (ids,) = attach(hrm()), documents([9])
+    """By transformers' mask in a call without a context; the engine has them of `bind`."""
+    model, (ids,) = attach(hrm().eval()), documents([9])
     other, prompts = plain(model), torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 0]])
     found, wanted = (each(ids[None], token_type_ids=prompts, use_cache=False).logits for each in (model, other))
     torch.testing.assert_close(found, wanted, **EXACT)

@@ -83,6 +83,16 @@ def test_fused_projections_and_both_parts_beside_each_other():
     assert_same(randomised(plain, 0), 2, 2, [[Group((0, 1), 2, 1, SPANS)]])
 
 
+@pytest.mark.parametrize("ring", [1, 2])
+def test_sinks_are_cut_with_their_heads(ring):
+    """Granite, whose own code scales by sinks in float32, whatever it is in."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    plain = (
+        hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model("granite_swa", **SIZES, **kinds)).double().train()
+    )
+    assert_same(randomised(plain, 0), 2, 2 * ring, [[Group(tuple(range(2 * ring)), 2, ring, SPANS)]], tolerance=1e-5)
+
+
 @pytest.mark.parametrize("checkpoint", [Checkpoint.SELECTIVE, Checkpoint.FULL])
 def test_with_a_ring_and_whatever_is_kept_or_put_off(checkpoint):
     groups = [Group((0, 1), 2, 1, SPANS[1:2]), Group((2, 3), 2, 1, SPANS[2:])]

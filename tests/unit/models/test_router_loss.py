@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from seqloom.data import Batch, RowReader, StoreWriter, open_source
-from seqloom.dist import SingleRankTransport, bind_single_rank
+from seqloom.dist import SingleRankTransport, bind, bind_single_rank, run_ranks
 from seqloom.engine import bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, inputs, model_adapter
@@ -14,7 +15,7 @@ from seqloom.layout import Span
 from seqloom.models.compile import compile_layers
 from seqloom.models.router_loss import RouterLoss, add_loss
 from seqloom.params import ReplicatedParameters
-from seqloom.plan import Group
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.steps import one_stage_plan
 from support.tiny_models import VOCABULARY, documents, gradients, one_by_one, tiny_model
 
@@ -61,6 +62,36 @@ def test_gradients_outside_of_a_step_are_refused():
     with torch.no_grad():
         found = model(**inputs(ids, context.positions, context)).logits[0]
     assert torch.allclose(found, one_by_one(tiny_model("mixtral"), [ids])[0])
+
+
+def test_a_loop_of_one_s_own_counts_first():
+    """One document over two ranks: loss and gradients are those of plain transformers in one call."""
+    (ids,) = documents([9])
+    plain = tiny_model("mixtral", **ROUTED)
+    plain.set_attn_implementation("sdpa")
+    wanted = plain(input_ids=ids[None], labels=ids[None], use_cache=False).loss
+    wanted.backward()
+    models = [attach(tiny_model("mixtral", **ROUTED)) for _ in range(2)]
+    work = StageMicroBatch((Group((0, 1), 1, 2, (Span(0, 0, 9),)),), Checkpoint.NONE)
+
+    def body(transport):
+        model, context = models[transport.rank], bind(work, transport)
+        routers = model_adapter(model).router_loss
+        call = inputs(ids[context.positions], context.positions, context)
+        with torch.no_grad(), routers.counting(CPU) as counted:
+            model(**call)
+        transport.all_reduce(counted, (0, 1))
+        with routers.step(counted) as value:
+            labels = torch.cat([ids[1:], torch.tensor([-100])])[context.positions]
+            loss = cross_entropy(model(**call).logits[0], labels, reduction="sum", ignore_index=-100) / 8
+            loss.backward()
+        return float(loss.detach()), float(value)
+
+    (first, value), (second, same) = run_ranks(2, body)
+    assert value == same and first + second + value == pytest.approx(wanted.item(), rel=1e-6)
+    found = [gradients(model) for model in models]
+    for name, gradient in gradients(plain).items():
+        assert torch.allclose(found[0][name] + found[1][name], gradient, rtol=1e-4, atol=1e-7), name
 
 
 def test_compiled_layers_are_refused():

@@ -10,7 +10,8 @@ from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch
-from seqloom.simulate import EventKind, simulate
+from seqloom.planners.registry import PlannerChoice
+from seqloom.simulate import EventKind, predicted_ns, simulate
 from seqloom.simulate.memory import peak_memory
 
 POLICY = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
@@ -39,6 +40,22 @@ def group_ns(cost, plan, policy=POLICY):
     return [
         [cost.group_cost(group, policy).total_ns for group in current.groups] for current in plan.pipelines[0].rounds
     ]
+
+
+@pytest.mark.parametrize("planner", ["flex", "pipeline:2"])
+def test_a_forward_that_counts_routing_is_added(planner):
+    """It is about a third of the rounds, in stages a bit more."""
+    model = ModelSpec.load("qwen3-4b")
+    plain, counting = (
+        CostModel(Cluster.parse("2x8xH200"), replace(model, counts_routing=counts), stages=2)
+        for counts in (False, True)
+    )
+    plan = PlannerChoice(planner).plan(np.array(DOCUMENTS), plain)
+    before, after = (simulate(plan, cost) for cost in (plain, counting))
+    added = after.step_ns - before.step_ns
+    assert 0.2 < added / (before.step_ns - before.end_ns) < 0.45
+    assert predicted_ns(plan, counting) == after.step_ns and after.end_ns == before.end_ns + added
+    assert np.array_equal(after.busy_ns, before.busy_ns + added)
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid"])

@@ -1,12 +1,16 @@
 """A run as one value: read, overridden, written back; models by their published name."""
 
+import ast
 import json
 import pickle
-from dataclasses import FrozenInstanceError, fields, replace
+import re
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
+import seqloom
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.reader import build
@@ -353,3 +357,28 @@ def test_mixtures_that_are_refused(override, message, write):
     words = [override, "data.sequences=", "data.tokens=100"]
     with pytest.raises(SeqloomError, match=message):
         Config.load(write(MIXED), words)
+
+
+def keys_of(section, prefix=""):
+    """Every key of a config, such as data.max_length."""
+    for name, kind in get_type_hints(section).items():
+        yield prefix + name
+        for part in (kind, *get_args(kind), *(each for one in get_args(kind) for each in get_args(one))):
+            if is_dataclass(part):
+                yield from keys_of(part, f"{prefix}{name}.")
+
+
+def test_messages_name_only_keys_that_a_config_has():
+    known = {*keys_of(Config), "model.eval"}  # a call of torch
+    sections = "|".join(each.name for each in fields(Config))
+    named = set()
+    for path in (Path(seqloom.__file__).parent).rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in docstrings else None
+            if isinstance(text, str) and " " in text:
+                found = re.findall(rf"(?<![\w./{{])((?:{sections})\.[a-z_0-9]+)(?![\w.({{]*\()", text)
+                named |= {(key, path.name) for key in found if not key.endswith((".json", ".safetensors"))}
+    assert len(named) > 60
+    assert {pair for pair in named if pair[0] not in known} == set()

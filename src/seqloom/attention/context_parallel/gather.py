@@ -15,6 +15,7 @@ from seqloom.attention.context_parallel.overlap import ContextParallelAttention,
 from seqloom.attention.context_parallel.routed import RoutedExchanges, key_item, returned_item
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.latent import HeadExpansion
+from seqloom.attention.masks import MaskRule
 from seqloom.attention.merge import GradientAccumulator, MergeOps, OutputAccumulator, merge_ops, sum_dtype
 from seqloom.attention.tiles import (
     GatherSchedule,
@@ -62,15 +63,13 @@ class Gather(ContextParallelAttention):
         heads: LocalHeads,
         kernel: Kernel,
         routed: RoutedExchanges | None,
-        *,
-        causal: bool,
-        window: int | None,
-        attention_chunk: int | None,
+        mask: MaskRule,
     ) -> Gather:
         """Do the index work of a group."""
         group, index, device = bound.group, bound.ring_index, heads.shape.device
-        chunks = [ZigzagChunks.of(group, other, attention_chunk) for other in range(group.ring)]
-        schedule = gather_schedule(chunks, index, device, causal=causal, window=window)
+        chunks = [ZigzagChunks.of(group, other, mask.attention_chunk) for other in range(group.ring)]
+        rule = {"causal": mask.causal, "window": mask.window, "prefix": mask.prefixes_of(sorted(group.spans))}
+        schedule = gather_schedule(chunks, index, device, **rule)
         inverse_order = None if schedule.order is None else inverse_permutation(schedule.order)
         queries, keys = heads.tokens(bound.spans), heads.tokens(schedule.key_spans)
         tiles, ops = prepare_tiles(kernel, schedule.tiles, heads, queries, keys), merge_ops(device, heads.shape.dtype)

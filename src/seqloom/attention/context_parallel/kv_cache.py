@@ -37,7 +37,7 @@ from seqloom.attention.context_parallel.ring import Ring, RingKeys, Tensors
 from seqloom.attention.context_parallel.scan_states import ScanStates
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.latent import HeadExpansion
-from seqloom.attention.masks import Segments
+from seqloom.attention.masks import MaskRule, Segments
 from seqloom.attention.merge import merge_ops
 from seqloom.attention.tiles import LocalHeads, Tile, prepare_tiles
 from seqloom.dist.rank_tokens import BoundGroup, Context
@@ -223,21 +223,14 @@ class PrefixAttention(Ring):
 
     @classmethod
     def of(
-        cls,
-        context: Context,
-        bound: BoundGroup,
-        heads: LocalHeads,
-        kernel: Kernel,
-        window: int | None,
-        attention_chunk: int | None,
+        cls, context: Context, bound: BoundGroup, heads: LocalHeads, kernel: Kernel, mask: MaskRule
     ) -> PrefixAttention:
         """Do the index work of a group; the context has the pieces of its documents, and a KV cache."""
         group, index = bound.group, bound.ring_index
         pieces, rows = _local_pieces(group, index, context.pieces)
-        mask = {"window": window, "attention_chunk": attention_chunk}
-        keys, prefixes = [RingKeys.of_round(group, index, heads, kernel, causal=True, **mask)], []
+        keys, prefixes = [RingKeys.of_round(group, index, heads, kernel, mask)], []
         for piece in pieces:
-            first, prefix_keys = _prefix(group, index, piece, context.pieces[piece.document], heads, kernel, **mask)
+            first, prefix_keys = _prefix(group, index, piece, context.pieces[piece.document], heads, kernel, mask)
             if any(prefix_keys.counts):
                 prefixes.append((piece, first))
                 keys.append(prefix_keys)
@@ -360,12 +353,10 @@ def _prefix(
     pieces: Sequence[Span],
     heads: LocalHeads,
     kernel: Kernel,
-    *,
-    window: int | None,
-    attention_chunk: int | None,
+    mask: MaskRule,
 ) -> tuple[int, RingKeys]:
     """Return the first row of the cache that a piece reads here, and the tiles over keys of all earlier `pieces`."""
-    current = pieces[piece.number]
+    current, window, attention_chunk = pieces[piece.number], mask.window, mask.attention_chunk
     seen_from, seen_until = 0 if window is None else max(0, current.start - window + 1), current.stop
     if attention_chunk is not None:  # only queries of the chunk in which the prefix ends see some of it
         first = current.start - current.start % attention_chunk

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ import torch
 from seqloom.attention.context_parallel.ulysses import UlyssesExchange
 from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAttention, Saved
 from seqloom.attention.latent import HeadExpansion
-from seqloom.attention.masks import Segments
-from seqloom.attention.tiles import LocalHeads, PreparedTile, prepare
+from seqloom.attention.masks import MaskRule
+from seqloom.attention.tiles import LocalHeads, PreparedTile, prepare_documents
 from seqloom.dist.rows import RowIndex
 from seqloom.layout import Span
 from seqloom.plan import Group
@@ -179,11 +179,11 @@ class _Document(NamedTuple):
 
 
 def schedule_overlap(
-    groups: Sequence[UnscheduledGroup], heads: LocalHeads, kernel: Kernel, mask: dict[str, Any], node_size: int | None
+    groups: Sequence[UnscheduledGroup], heads: LocalHeads, kernel: Kernel, mask: MaskRule, node_size: int | None
 ) -> tuple[GroupAttention, ...]:
     """Return the groups of a rank, the local ones cut into runs that overlap the exchanges of the others.
 
-    `heads` are those of a local group: all. `mask` has causal, window and attention_chunk.
+    `heads` are those of a local group: all.
     """
     documents = _local_documents(groups)
     waiting = {n: group.exchange_bytes for n, group in enumerate(groups) if group.exchange_bytes is not None}
@@ -220,7 +220,7 @@ def _local_documents(groups: Sequence[UnscheduledGroup]) -> list[_Document]:
 
 
 def _assign_exchanges(
-    documents: Sequence[_Document], exchanges: Sequence[_Exchange], heads: int, min_work: int, mask: dict[str, Any]
+    documents: Sequence[_Document], exchanges: Sequence[_Exchange], heads: int, min_work: int, mask: MaskRule
 ) -> list[_Exchange | None]:
     """Return the exchange during which each document is computed; None where there is no exchange.
 
@@ -234,7 +234,7 @@ def _assign_exchanges(
     if not used or not documents:
         return [None] * len(documents)
     used.sort(key=exchanges.index)
-    segments = Segments.packed(lengths.tolist(), **mask)
+    segments = mask.packed(lengths.tolist())
     first = np.searchsorted(segments.q_start, np.cumsum(lengths) - lengths)  # a document is one segment, or several
     area = np.add.reduceat(segments.area(), first).astype(np.float64)
     edges = np.cumsum([one.size for one in used]) / sum(one.size for one in used)
@@ -247,7 +247,7 @@ def _prepare_runs(
     chosen: Sequence[_Exchange | None],
     heads: LocalHeads,
     kernel: Kernel,
-    mask: dict[str, Any],
+    mask: MaskRule,
 ) -> tuple[dict[int, list[PreparedTile]], dict[int, dict[int, tuple[OverlapTask, ...]]]]:
     """Prepare every run of documents of one group and exchange; return runs by group, tasks by group and exchange."""
     runs: dict[int, list[PreparedTile]] = {}
@@ -256,11 +256,10 @@ def _prepare_runs(
     for (group, exchange), run in groupby(pairs, key=lambda pair: (pair[0].group, pair[1])):
         own = [document for document, _ in run]
         rows = slice(own[0].start, own[-1].stop)
-        segments = Segments.packed([document.stop - document.start for document in own], **mask)
         group_runs = runs.setdefault(group, [])
         if exchange is not None:
             during = tasks.setdefault(exchange.group, {})
             during[exchange.number] = (*during.get(exchange.number, ()), OverlapTask(group, len(group_runs)))
-        tokens = heads.tokens([document.span for document in own])
-        group_runs.append(PreparedTile(prepare(kernel, segments, heads, tokens, tokens), rows, rows))
+        prepared = prepare_documents(kernel, [document.span for document in own], mask, heads)
+        group_runs.append(PreparedTile(prepared, rows, rows))
     return runs, tasks

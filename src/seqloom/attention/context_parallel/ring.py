@@ -23,6 +23,7 @@ from seqloom.attention.context_parallel.overlap import ContextParallelAttention,
 from seqloom.attention.context_parallel.routed import RoutedExchanges, gradient_item, key_item
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.latent import HeadExpansion
+from seqloom.attention.masks import MaskRule
 from seqloom.attention.merge import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.tiles import (
     LocalHeads,
@@ -54,22 +55,13 @@ class RingKeys:
     steps: tuple[tuple[PreparedTile, ...], ...]
 
     @classmethod
-    def of_round(
-        cls,
-        group: Group,
-        index: int,
-        heads: LocalHeads,
-        kernel: Kernel,
-        *,
-        causal: bool,
-        window: int | None,
-        attention_chunk: int | None,
-    ) -> RingKeys:
+    def of_round(cls, group: Group, index: int, heads: LocalHeads, kernel: Kernel, mask: MaskRule) -> RingKeys:
         """Return the keys of a group's tokens in this round, as ring index `index` computes with them."""
-        chunks = [ZigzagChunks.of(group, other, attention_chunk) for other in range(group.ring)]
+        chunks = [ZigzagChunks.of(group, other, mask.attention_chunk) for other in range(group.ring)]
+        rule = {"causal": mask.causal, "window": mask.window, "prefix": mask.prefixes_of(sorted(group.spans))}
         queries, steps = heads.tokens(sorted(group.ring_spans(index))), []
         for other in ((index - step) % group.ring for step in range(group.ring)):
-            tiles = ring_tiles(chunks[index], chunks[other], causal=causal, window=window)
+            tiles = ring_tiles(chunks[index], chunks[other], **rule)
             steps.append(prepare_tiles(kernel, tiles, heads, queries, heads.tokens(sorted(group.ring_spans(other)))))
         return cls(tuple(each.rows for each in chunks), tuple(steps))
 

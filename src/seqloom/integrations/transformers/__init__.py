@@ -9,5 +9,16 @@ for package in ("torch", "transformers"):
 
 from seqloom.integrations.transformers.attach import Head, attach, head, hidden_states, inputs, model_adapter  # noqa: E402
 from seqloom.integrations.transformers.checks import REFUSALS, check  # noqa: E402
+from seqloom.integrations.transformers.describe import describe_model  # noqa: E402
 
-__all__ = ["REFUSALS", "Head", "attach", "check", "head", "hidden_states", "inputs", "model_adapter"]
+__all__ = [
+    "REFUSALS",
+    "Head",
+    "attach",
+    "check",
+    "describe_model",
+    "head",
+    "hidden_states",
+    "inputs",
+    "model_adapter",
+]

@@ -34,6 +34,7 @@ from seqloom.integrations.transformers.checks import (
     dynamic_ropes,
     has_router_loss,
     logits_of,
+    output_head,
     planned_dropouts,
     routers_of,
     unwrap,
@@ -205,7 +206,7 @@ def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, 
 def head(model: nn.Module) -> Head:
     """Return the output projection of an attached model. Call it in every step: sharding may exchange parameters."""
     causal = unwrap(model)
-    projection = causal.get_output_embeddings()
+    projection = output_head(causal)
     tied = projection.weight is causal.get_input_embeddings().weight
     return Head(projection.weight, tied, logits_of(causal), projection.bias)
 
@@ -245,7 +246,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
     options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal)}
     options |= {"experts": attached_experts(causal, NAME), "expert_load": expert_load(causal)}
     options |= {"expert_biases": expert_biases(model, causal, NAME)}
-    return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
+    return ModelAdapter(model, layers, hidden, output_head(causal), specs, **options)
 
 
 def attention_specs(layers: Iterable[nn.Module]) -> tuple[AttentionSpec, ...]:
@@ -482,8 +483,9 @@ def _check_call(
         )
     if isinstance(attention_mask, torch.Tensor):
         raise SeqloomError(
-            f"{name} was given a mask of shape {list(attention_mask.shape)}: who sees whom is in the context; "
-            "leave attention_mask out, or use a model without a mask of its own"
+            f"{name} was given a mask of shape {list(attention_mask.shape)}: who sees whom is in the context; leave "
+            "attention_mask and token_type_ids out, give prompts that see themselves to bind(prefixes=), or use a "
+            "model without a mask of its own"
         )
 
 

@@ -97,6 +97,13 @@ def decoder_of(causal: Any) -> Any:
     return next(children, named)
 
 
+def output_head(causal: Any) -> Any:
+    """Return the output projection of a causal model; where peft trains a copy of it (`modules_to_save`), the copy."""
+    head = causal.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapters[0]]
+
+
 def decoder_layers(causal: Any) -> tuple[nn.Module, ...]:
     """Return the layers of a causal model, in their order: those that its class names, or that checkpoint gradients."""
     classes = causal._no_split_modules or ()
@@ -128,8 +135,15 @@ def attention_dropouts(model: nn.Module) -> dict[str, float]:
 
 def _all_dropouts(model: nn.Module) -> list[tuple[str, float]]:
     """Return (where, value) of all dropout above 0 in a model, modules and numbers that modules keep."""
-    modules = [(name, each.p) for name, each in model.named_modules() if isinstance(each, _DropoutNd) and each.p]
+    found = ((name, each.p) for name, each in model.named_modules() if isinstance(each, _DropoutNd) and each.p)
+    modules = [(name, p) for name, p in found if not _is_never_called(model, name)]
     return [*modules, *_numbers(model, "dropout"), *_numbers(model, "layerdrop")]
+
+
+def _is_never_called(model: nn.Module, dropout: str) -> bool:
+    """Whether a dropout module is that of an adapted embedding: peft drops nothing of token ids."""
+    owner, _, of_adapter = dropout.partition(".lora_dropout.")
+    return bool(of_adapter) and isinstance(getattr(model.get_submodule(owner), "base_layer", None), nn.Embedding)
 
 
 def _refuse(name: str, why: str, way_out: str) -> Callable[[Find], Find]:
@@ -413,10 +427,11 @@ def routers_of(causal: Any) -> Routers | None:
 @_refuse(
     "logits altered after the head",
     "the loss is computed from hidden states and the weight of the head, without logits",
-    "use a model whose logits are hidden @ weight.T + bias, scaled or capped; leave the head out of adapters",
+    "use a model whose logits are hidden @ weight.T + bias, scaled or capped; adapt no head, or train all of it "
+    "(modules_to_save)",
 )
 def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
-    config, head = _text_config(causal), causal.get_output_embeddings()
+    config, head = _text_config(causal), output_head(causal)
     yield from _set_keys(causal, *CAPS, "z_loss_coefficient")
     yield from (f"{key} = {getattr(config, key)}" for key in SCALES if getattr(config, key, None) not in (None, 1))
     if head is None:
@@ -425,7 +440,7 @@ def _altered_logits(model: nn.Module, causal: Any) -> Iterator[str]:
         yield f"the head is a {type(head).__name__}"
     decoder = decoder_of(causal)
     for name, child in causal.named_children():
-        known = child is head or any(module is decoder for module in child.modules())
+        known = child is causal.get_output_embeddings() or any(module is decoder for module in child.modules())
         if not known and any(True for _ in child.parameters()):
             yield f"{name} beside decoder and head"
 

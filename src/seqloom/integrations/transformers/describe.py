@@ -1,9 +1,8 @@
 """Shapes of a Hugging Face model, read from its modules on the meta device.
 
-Plans are priced with a `ModelSpec`. Of the model types in `describe.huggingface` it follows from the config alone,
-without torch; of any other that `check` does not refuse it is read here: heads and windows from the attention modules,
-widths from the matrices beside them, and what mixers scan. For the types that have both a test holds that both give
-the same.
+Plans are priced with a `ModelSpec`. Of any model that `check` does not refuse it is read here: heads and windows from
+the attention modules, widths from the matrices beside them, and what mixers scan. Without torch, that of the commonest
+types follows from the config alone (`describe.huggingface`); a test holds that both give the same.
 """
 
 from __future__ import annotations
@@ -17,13 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from seqloom.attention import AttentionSpec
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, attention_spec, attention_specs
-from seqloom.integrations.transformers.checks import FEED_FORWARD_TYPES, decoder_layers, decoder_of, unwrap
+from seqloom.integrations.transformers.checks import (
+    FEED_FORWARD_TYPES,
+    decoder_layers,
+    decoder_of,
+    has_router_loss,
+    unwrap,
+)
 from seqloom.integrations.transformers.latents import is_latent, latent_shape
 from seqloom.integrations.transformers.mixers import convolved_values, is_mixer, mixer_costs, scanned_values
 
@@ -109,6 +115,11 @@ def model_on_meta(folder: Path) -> Any:
         ) from error
 
 
+def has_type(config: Mapping[str, Any]) -> bool:
+    """Whether the installed transformers has the model type of a config."""
+    return config.get("model_type") in CONFIG_MAPPING_NAMES
+
+
 def describe_folder(folder: Path) -> ModelSpec:
     """Return the shapes of the model of a folder's config.json; refuse what `check` refuses."""
     model = model_on_meta(folder)
@@ -118,8 +129,11 @@ def describe_folder(folder: Path) -> ModelSpec:
         raise SeqloomError(f"{folder}: {error}") from None
 
 
-def describe_model(model: nn.Module, name: str) -> ModelSpec:
-    """Return the shapes of an attached model; layers whose feed-forwards differ, or lack one, have the mean width."""
+def describe_model(model: nn.Module, name: str | None = None) -> ModelSpec:
+    """Return the shapes of an attached model; layers whose feed-forwards differ, or lack one, have the mean width.
+
+    Without a `name` the spec is named by the class of the model.
+    """
     causal: Any = unwrap(model)
     embedding, layers = causal.get_input_embeddings().weight, decoder_layers(causal)
     hidden, attentions = embedding.shape[1], [_attention_of(layer) for layer in layers]
@@ -139,7 +153,7 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
     widest = max(dense or parts, key=lambda part: part.width or part.expert_width)
     chunks = tuple(None if each is None else each.attention_chunk for each in attentions)
     return ModelSpec(
-        name=name,
+        name=name or type(causal).__name__,
         layers=len(layers),
         hidden=hidden,
         heads=heads,
@@ -150,8 +164,10 @@ def describe_model(model: nn.Module, name: str) -> ModelSpec:
         vocabulary=embedding.shape[0],
         tied=causal.get_output_embeddings().weight is embedding,
         windows=tuple(0 if each is None else each.window for each in attentions),
+        causal=all(each.causal for each in attentions if each is not None),
         learned_positions=has_position_table(causal),
         attention_chunks=chunks if any(chunks) else (),
+        counts_routing=has_router_loss(causal),
         head_shapes=shapes if len(sizes) > 1 else (),
         other_tables=sum(each.weight.numel() for each in _other_tables(causal) if not _is_position_table(each, causal)),
         **({} if not sparse else _experts(causal, parts[sparse[0]], tuple(sparse))),

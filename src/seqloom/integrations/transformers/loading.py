@@ -34,7 +34,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from seqloom.describe import ModelSpec
-from seqloom.describe.huggingface import has_known_type
 from seqloom.errors import SeqloomError
 from seqloom.integrations.lora import (
     adapter_reader,
@@ -57,7 +56,6 @@ from seqloom.integrations.transformers.weights import known_transforms, locate
 from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
 from seqloom.models.files import ReadRows, open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
-from seqloom.reader import read_mapping
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily, freeze_parameters
 from seqloom.train.run_folder import atomic_folder
@@ -136,7 +134,7 @@ def _without_adapters(
 
 
 def describe_huggingface(config: Config) -> ModelSpec:
-    """Return the shapes of the model of a folder: by its type, or by its modules where no table has the type.
+    """Return the shapes of the model of a folder: as its modules have them.
 
     With `model.lora` also those of its adapters, by the model that peft makes of it.
     """
@@ -154,9 +152,8 @@ def describe_huggingface(config: Config) -> ModelSpec:
 def _describe_base(config: Config) -> ModelSpec:
     """Return the shapes of the model of a folder, without adapters."""
     folder = cast("Path", config.model.huggingface)
-    known = not (folder / "config.json").is_file() or has_known_type(read_mapping(folder / "config.json"))
-    if known:
-        return load_model_spec(config)
+    if not (folder / "config.json").is_file():
+        return load_model_spec(config)  # says so
     try:
         return describe_folder(folder)
     except SeqloomError as error:

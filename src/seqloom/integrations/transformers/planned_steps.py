@@ -25,13 +25,11 @@ from torch import nn
 
 from seqloom.api import cost_model
 from seqloom.cost import CostModel, Profile
-from seqloom.describe import Cluster, ModelSpec, model_from_config
-from seqloom.describe.huggingface import has_known_type
+from seqloom.describe import Cluster
 from seqloom.dist import Communicators, Context, SingleRankTransport, TorchTransport, Transport, launched_rank
 from seqloom.engine import RankPlan, StepResult, bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
-from seqloom.integrations.transformers.checks import unwrap
 from seqloom.integrations.transformers.describe import describe_model
 from seqloom.integrations.transformers.plain_calls import FLATTEN, one_run_each, packed_lengths
 from seqloom.models import ModelAdapter
@@ -201,7 +199,7 @@ class PlannedSteps:
         attach(self.model, longest=self.max_length)
         self.cost = cost_model(
             self.cluster or found_cluster(ranks),
-            spec_of(self.model),
+            describe_model(self.model),
             profile=self.profile,
             sharding=self.sharding,
             budget_gib=self.budget_gib,
@@ -304,9 +302,3 @@ def found_cluster(ranks: int) -> str:
     job = launched_rank()
     local = ranks if job is None or ranks % job.local_ranks else job.local_ranks
     return f"{ranks // local}x{local}x{described_device()}"
-
-
-def spec_of(model: nn.Module) -> ModelSpec:
-    """Return the shapes of an attached model: by its type, or by its modules where no table has the type."""
-    config = unwrap(model).config.to_dict()
-    return model_from_config(config) if has_known_type(config) else describe_model(model, type(unwrap(model)).__name__)

@@ -2,6 +2,7 @@
 
     model.layers.*.self_attn.q_proj: colwise      cut rows of [out, in]                      -> axis 0
     model.layers.*.self_attn.o_proj: rowwise      cut columns; the group sums the results    -> axis 1
+    model.layers.*.self_attn.sinks: colwise       cut the numbers of heads                   -> axis 0
     model.layers.*.self_attn.q_norm: replicated.. whole; the group sums gradients in any case
 
 Outside of layers (embedding, head) weights stay whole, whatever the plan says. A plan that says anything else of a
@@ -45,8 +46,6 @@ def tensor_plan(
     that a tensor degree must divide. `causal` is the model of transformers in `model`.
     """
     names = {module: name for name, module in causal.named_modules()}
-    if any(name.rpartition(".")[2] == "sinks" for name, _ in causal.named_parameters()):
-        raise NoTensorParallel("its attention has sinks, a number for every head, which no plan cuts")
     if any(hasattr(module, "kv_lora_rank") for module in causal.modules()):
         raise NoTensorParallel("its attention is latent (MLA), and a latent that all heads share is not cut")
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
@@ -68,6 +67,9 @@ def tensor_plan(
             axes[path] = AXES[style]
         regions.append(tuple(_regions(axes)))
         _check_unlisted(layer, regions[-1], plan, names[layer], {spec.dim for spec in specs})
+        for path, parameter in layer.named_parameters():
+            if path.endswith(".sinks") and plan.get(_pattern(f"{names[layer]}.{path}")) == "colwise":
+                tp_axes[parameter_names[parameter]] = ROWS
         for path, axis in axes.items():
             for name, parameter in layer.get_submodule(path).named_parameters():
                 if name == "weight" or axis == ROWS:  # a bias that is added to a sum is whole

@@ -15,9 +15,11 @@ from seqloom.attention.dropout import HeadDropout
 from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.triton_attention import Config, TritonSegments
 from seqloom.attention.kernels.triton_kernels import accumulate, add_gradients, merge_outputs
-from seqloom.attention.masks import Segments
+from seqloom.attention.masks import MaskRule, Segments
 from seqloom.attention.merge import PartialGradient, PartialOutput
+from seqloom.attention.tiles import packed_tiles
 from seqloom.errors import SeqloomError
+from seqloom.layout import Span
 from support.dropout import expected_weights
 
 torch.set_num_threads(1)
@@ -130,6 +132,15 @@ OFFSETS = [(3, 40, 5, 30, -5), (50, 60, 31, 80, 39), (60, 64, 80, 84, 2), (64, 7
 def test_packed_documents(mask, heads):
     segments = Segments.packed(PACK, **mask)
     assert max(mine for mine, _ in errors(segments, sum(PACK), sum(PACK), *heads)) < 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_prefixes_that_see_themselves(window):
+    spans = [Span(document, 0, length) for document, length in enumerate(PACK)]
+    tiles = packed_tiles(spans, MaskRule(window=window, prefixes={0: 5, 3: 11, 6: 30}))
+    assert len(tiles) == 2
+    for segments, queries, keys in tiles:
+        assert max(mine for mine, _ in errors(segments, queries.stop - queries.start, keys.stop - keys.start)) < 1e-6
 
 
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 9}], ids=str)
