@@ -28,7 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from seqloom.dist.rows import sort_order
-from seqloom.dist.transport import all_to_all
+from seqloom.dist.transport import all_gather, all_to_all
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.plan import GroupFamily, StageMicroBatch
@@ -64,10 +64,11 @@ class TPGroup:
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, [tokens of the TP group, ...], from this rank's [tokens, ...]."""
-        width = prod(rows.shape[1:])
-        sent = rows.reshape(1, -1).expand(len(self.ranks), -1).reshape(-1)
+        sizes, transport = [count * prod(rows.shape[1:]) for count in self.counts], self.cp_context.transport
         received = rows.new_empty((sum(self.counts), *rows.shape[1:]))
-        self._all_to_all(received, sent, [count * width for count in self.counts], [rows.numel()] * len(self.ranks))
+        if sum(self.counts):  # all ranks know when there are no tokens
+            flat = received.view(-1), rows.contiguous().view(-1)
+            all_gather(transport, *flat, sizes, self.ranks, collective=self.collective)
         return received if self.order is None else received.index_select(0, self.order)
 
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
@@ -79,16 +80,11 @@ class TPGroup:
             partial = partial.index_select(0, self.inverse_order)
         width, own, ranks = prod(partial.shape[1:]), self.counts[self.index], len(self.ranks)
         received = partial.new_empty((ranks, own, *partial.shape[1:]))
-        sent = partial.contiguous().view(-1)
-        self._all_to_all(received, sent, [own * width] * ranks, [count * width for count in self.counts])
+        if sum(self.counts):
+            flat, sizes = (received.view(-1), partial.contiguous().view(-1)), [count * width for count in self.counts]
+            transport = self.cp_context.transport
+            all_to_all(transport, *flat, [own * width] * ranks, sizes, self.ranks, collective=self.collective)
         return received.sum(0, dtype=torch.promote_types(partial.dtype, torch.float32)).to(partial.dtype)
-
-    def _all_to_all(
-        self, output: torch.Tensor, sent: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
-    ) -> None:
-        if sum(self.counts):  # all ranks know when there are no tokens
-            flat, transport = output.view(-1), self.cp_context.transport
-            all_to_all(transport, flat, sent, output_sizes, input_sizes, self.ranks, collective=self.collective)
 
 
 def all_gather_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
