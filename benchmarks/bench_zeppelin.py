@@ -36,7 +36,7 @@ def row(cell: Cell, count: int, seed: int) -> dict[str, Any]:
         "seconds": seconds,
         "best_rival": rival,
         "best_rival_over_auto": best / ours,
-        "closed": (best - ours) / (best - bound),
+        "closed": (best - ours) / (best - bound) if bound < best else 0.0,  # rivals send fewer bits, see `as_published`
     }
     if cell.data == "ArXiv" and cell.model in MODELS:
         found["published_ablation"] = published_ablation(cell, batches)
