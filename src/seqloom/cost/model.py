@@ -459,10 +459,12 @@ class CostModel:
         policy: MemoryPolicy,
         shapes: Sequence[GroupShape] | None = None,
         slowness: float = 1.0,
+        *,
+        head: bool = True,
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks.
 
-        The ranks of the groups compute `slowness` times as long as by the profile.
+        The ranks of the groups compute `slowness` times as long as by the profile, and the `head` or not.
         """
         policy, shapes = self.priced_policy(policy), self.shapes if shapes is None else tuple(shapes)
         tokens = self.padded_lengths(np.asarray(lengths))
@@ -472,7 +474,7 @@ class CostModel:
             if name == "routed" and slowness != 1:  # in a round, experts are as fast as the rank that has them
                 values = np.rint(values * slowness).astype(np.int64)
             for stream, parts in enumerate(STREAMS):
-                if name in parts:
+                if name in parts and (head or name != "head"):
                     cost[stream] += values
         cost[1, [not shape.overlaps_kv for shape in shapes]] = 0  # without a ring that stream is never the longest
         fixed = [self._group_prices(place, policy)[0].stream_ns for place in places]

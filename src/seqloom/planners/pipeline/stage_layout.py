@@ -187,9 +187,9 @@ def stage_layers(
 def level_layers(layer_ns: Sequence[int], pp_rank_of_stage: Sequence[int], head_ns: int = 0) -> tuple[int, ...]:
     """Cut layers of these times into stages: how many each has, in order, such that the slowest pp_rank is fastest.
 
-    Of cuts with the same slowest an even one, with more layers behind, where fewer micro-batches are in flight. With one
-    stage per pp_rank no cut is better; with several, stages are cut evenly and then moved layer by layer as long as
-    that helps.
+    Of cuts with the same slowest an even one, with more layers behind, where fewer micro-batches are in flight. With
+    one stage per pp_rank no cut is better; with several, stages are cut evenly and then moved layer by layer as long
+    as that helps.
     """
     stages, total = len(pp_rank_of_stage), [0, *accumulate(layer_ns)]
     edges = _even_edges(np.array(total), stages, head_ns)
