@@ -4,6 +4,8 @@ Four models in 8 stages, with the shapes that are published: Gemma 3 27B (five l
 then one without, 62 in all), DeepSeekMoE 16B (a dense layer, then 27 with experts), Qwen3-Next 80B-A3B (three layers
 that scan, then one that attends, with experts) and Bamba 9B (29 layers that scan, three that attend). Documents of
 one length, 512K tokens a step, the schedule seq1f1b and the head on all stages, so that layers alone tell stages apart.
+The ranks of a stage divide the experts, so that memory makes no stage recompute. A target has 0.005 for how documents
+happen to be cut and packed.
 Both sides are priced layer by layer. Work is what the ranks of a stage compute and the exchanges that they wait for,
 without the end of the step.
 
@@ -48,7 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     table: dict[str, dict[str, float]] = {}
     for model in (WINDOWS, DENSE_FIRST, QWEN3_NEXT, BAMBA)[: 1 if arguments.quick else None]:
         for length in LENGTHS[: 1 if arguments.quick else None]:
-            cost = cost_model(CLUSTER, model, stages=STAGES, max_length=length)
+            expert = STAGES if model.experts else 1
+            cost = cost_model(CLUSTER, model, stages=STAGES, max_length=length, expert=expert)
             lengths = np.full((TOKENS // 4 if arguments.quick else TOKENS) // length, length)
             level = stage_layers(cost, STAGES, length=length, head_stages=True)
             for how, layers in (("equal numbers", equal_numbers(model.layers)), ("level", level)):
@@ -56,12 +59,12 @@ def main(argv: list[str] | None = None) -> None:
                 progress(name)
                 plan = plan_pipeline(lengths, cost, stages=STAGES, schedule="seq1f1b", layers=layers, head="all")
                 table[name] = figures(plan, cost)
-    rows = list(table.values())
+    busiest = [row["busiest over mean"] for row in table.values()]
     checks = [
-        Check(f"{name}: busiest stage over the mean, against equal numbers", *(r["busiest over mean"] for r in pair))
-        for name, pair in zip(list(table)[1::2], zip(rows[1::2], rows[::2], strict=True), strict=True)
+        Check(f"{name}: busiest stage over the mean, against equal numbers", ours, theirs + 0.005)
+        for name, ours, theirs in zip(list(table)[1::2], busiest[1::2], busiest[::2], strict=True)
     ]
-    columns = ("plan", *rows[0])
+    columns = ("plan", *next(iter(table.values())))
     show("layers", columns, [(name, *(f"{value:,.4g}" for value in row.values())) for name, row in table.items()])
     show_checks(checks)
     drawn = "documents of one length; see the script"

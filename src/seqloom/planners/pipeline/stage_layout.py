@@ -166,22 +166,36 @@ def stage_layers(
     policy = MemoryPolicy(cost.engine.policies[0].checkpoint, Reduce.STEP, resident=True)
     tp_group = Group(tuple(range(cost.tensor)), cost.tensor, 1, (Span(0, 0, typical),))
     parts = cost.group_cost(tp_group, policy)
-    head = 0 if head_stages else parts.head
     kinds = cost.model.layer_kinds
     if len(set(kinds)) > 1:
+        group = typical_group(cost, cost.ranks // pp_size, typical, policy)
         of_kind = {kind: LayerRange(layer, layer + 1, len(kinds), 1) for layer, kind in enumerate(kinds)}
-        ns = {kind: cost.for_layers(layer).group_cost(tp_group, policy) for kind, layer in of_kind.items()}
+        ns = {kind: cost.for_layers(layer).group_cost(group, policy) for kind, layer in of_kind.items()}
+        head = 0 if head_stages else cost.group_cost(group, policy).head
         return level_layers([max(ns[kind].total_ns - ns[kind].head, 1) for kind in kinds], pp_ranks, head)
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
     counts = [1] * stages
     load = [layer * chunks] * pp_size
-    load[pp_ranks[-1]] += head * cost.model.layers
+    load[pp_ranks[-1]] += 0 if head_stages else parts.head * cost.model.layers
     for _ in range(cost.model.layers - stages):
         pp_rank = min(range(pp_size), key=lambda p: (load[p], -p))  # later pp_ranks have fewer micro-batches in flight
         stage = min((s for s in range(stages) if pp_ranks[s] == pp_rank), key=lambda s: (counts[s], s))
         counts[stage] += 1
         load[pp_rank] += layer
     return tuple(counts)
+
+
+def typical_group(cost: CostModel, width: int, length: int, policy: MemoryPolicy) -> Group:
+    """The fastest group of a document in a stage of `width` ranks, with about `TYPICAL_LENGTH` tokens on each rank.
+
+    Exchanges count with the layers that need them: with 64K tokens over eight ranks a layer that scans exchanges more
+    values than one that attends.
+    """
+    wanted = min(width, max(cost.tensor, -(-length // TYPICAL_LENGTH)))
+    degree = min((s.degree for s in cost.engine.shapes if wanted <= s.degree <= width), default=cost.tensor)
+    shapes = tuple(shape for shape in cost.engine.shapes if shape.degree == degree and not shape.routed)
+    time = cost.tables([length], policy, shapes).cost[:, :, 0].max(axis=0)
+    return cost.group(shapes[int(time.argmin())], range(degree), (Span(0, 0, length),))
 
 
 def level_layers(layer_ns: Sequence[int], pp_rank_of_stage: Sequence[int], head_ns: int = 0) -> tuple[int, ...]:
