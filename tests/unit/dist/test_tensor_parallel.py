@@ -15,6 +15,7 @@ from seqloom.dist import (
     reduce_scatter_rows,
     run_ranks,
 )
+from seqloom.dist.tensor_parallel import all_gather_columns, split_halves
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
@@ -145,6 +146,28 @@ def test_a_team_meets_on_its_communicator_where_it_has_one(family, verbs):
         return gathered.calls, summed.calls
 
     assert run_ranks(4, body, strict=True, family=family) == [(0, 0), (0, 0), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_columns_of_a_tp_group(degree):
+    """All columns of all ranks, and each rank's part of two halves; gradients go back, those of all ranks summed."""
+    work = work_of(Group(tuple(range(degree)), degree, 1, (Span(0, 0, 5), Span(1, 0, 2))))
+    whole = torch.arange(7 * 6 * degree, dtype=torch.float64).view(7, -1).requires_grad_()
+    weights = torch.randn(7, 6 * degree, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def body(transport):
+        tp_group = bind(work, transport, tensor=degree).tp_group
+        k, mine = tp_group.index, whole.detach().chunk(degree, dim=1)[tp_group.index].clone().requires_grad_()
+        every = all_gather_columns(mine, tp_group)
+        assert torch.equal(every, whole)
+        (found,) = torch.autograd.grad(every, mine, (k + 1) * weights)
+        assert torch.allclose(found, sum(range(degree + 1)) * weights.chunk(degree, dim=1)[k], rtol=1e-12)
+        halves = split_halves(mine, tp_group)
+        wanted, seen = (torch.cat([half.chunk(degree, 1)[k] for half in x.chunk(2, 1)], 1) for x in (whole, weights))
+        assert torch.equal(halves, wanted)
+        assert torch.equal(torch.autograd.grad(halves, mine, seen)[0], weights.chunk(degree, dim=1)[k])
+
+    run_ranks(degree, body, strict=True)
 
 
 def test_partial_sums_are_rounded_once():
