@@ -75,7 +75,7 @@ TENSOR_REASONS = {
     "attention is latent": "latent attention",
     "attention has sinks": "attention sinks",
     "experts": "experts",
-    "colwise_gather_output": "fused projections, or norms of all heads (`colwise_gather_output`)",
+    "colwise_gather_output": "queries, keys and values in one projection",
     "no tensor-parallel plan": "no tensor-parallel plan published",
     "are not one list": "no plain list of layers",
 }
