@@ -53,10 +53,12 @@ class ClockedTransport:
         moved = max(sum(sizes) - sizes[index] for sizes in (input_sizes, output_sizes)) * input.element_size()
         self._meet(moved, block)
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> None:
         """See `Transport.all_gather`."""
         self.clock.stop()
-        self._inner.all_gather(output, input, block)
+        self._inner.all_gather(output, input, block, sizes)
         self._meet(output.nbytes - input.nbytes, block)
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:

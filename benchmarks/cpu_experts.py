@@ -137,7 +137,7 @@ def run(inner: TorchTransport, arguments: argparse.Namespace, say: Say) -> None:
         if inner.rank == 0:  # a run that is cut off still counts
             record.write(arguments.out, __file__, arguments, figures, checks, gpu=False)
     if inner.rank == 0 and rows:
-        show_sides(*judged(rows))
+        show_sides(rows)
 
 
 def main(argv: list[str] | None = None) -> None:

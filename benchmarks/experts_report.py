@@ -40,10 +40,11 @@ def judged(rows: list[Row]) -> tuple[dict[str, Any], list[Check]]:
     return found, checks
 
 
-def show_sides(figures: dict[str, Any], checks: list[Check]) -> None:
+def show_sides(rows: list[Row]) -> None:
     """Print a line for each side, and the targets."""
+    figures, checks = judged(rows)
     keys = ("measured_ms", "predicted_ms", "wall_ms", "predicted_off")
     table = [(name, *(f"{each[key]:.4g}" for key in keys)) for name, each in figures["sides"].items()]
     columns = ("planner, expert degree", "ms", "predicted", "wall-clock", "off")
-    show(f"{len(figures['steps'])} steps", columns, table)
+    show(f"{len(rows)} steps", columns, table)
     show_checks(checks)

@@ -74,7 +74,7 @@ TENSOR_REASONS = {
     "mixers that scan": "layers that scan",
     "attention is latent": "latent attention",
     "experts": "experts",
-    "colwise_gather_output": "fused projections, or norms of all heads (`colwise_gather_output`)",
+    "colwise_gather_output": "queries, keys and values in one projection",
     "no tensor-parallel plan": "no tensor-parallel plan published",
     "are not one list": "no plain list of layers",
 }

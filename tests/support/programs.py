@@ -22,7 +22,8 @@ class Collective:
     """A verb of one block.
 
     Attributes:
-        sizes: of an all-to-all, `sizes[i][j]` elements go from the i-th rank to the j-th; of the others, `((n,),)`.
+        sizes: of an all-to-all, `sizes[i][j]` elements go from the i-th rank to the j-th; of the others, `((n,),)`, or
+            of an all-gather of unequal inputs one row with the elements of every rank.
     """
 
     verb: str
@@ -57,6 +58,8 @@ def every_verb(dtype: str) -> Program:
         Collective("all_gather", (0, 1, 2), ((3,),), dtype),
         Collective("all_gather", everyone, ((0,),), dtype),
         Collective("all_gather", (2,), ((3,),), dtype),
+        Collective("all_gather", (0, 1, 2), ((3, 1, 4),), dtype),
+        Collective("all_gather", everyone, ((2, 0, 3, 3),), dtype),
         Swap((), dtype),
         Collective("all_reduce", everyone, ((5,),), dtype),
         Collective("all_reduce", (0, 1), ((0,),), dtype),
@@ -81,7 +84,8 @@ def random_program(random: Random, ranks: int, steps: int = 6) -> Program:
         block = random.choice(blocks)
         sizes = tuple(tuple(random.choice((0, 1, 2, 7)) for _ in block) for _ in block)
         if verb != "all_to_all":
-            sizes = ((random.choice((0, 1, 6)),),)
+            count = len(block) if verb == "all_gather" and random.random() < 0.5 else 1
+            sizes = (tuple(random.choice((0, 1, 6)) for _ in range(count)),)
         program.append(Collective(verb, block, sizes, dtype))
     return tuple(program)
 
@@ -121,14 +125,15 @@ def expected_of(program: Program, rank: int) -> list[torch.Tensor]:
                 pieces = [_values(row[here], step.dtype, index, i, here) for i, row in enumerate(step.sizes)]
                 expected.append(torch.cat(pieces))
             else:
-                pieces = [_values(step.sizes[0][0], step.dtype, index, i, 0) for i in range(len(step.block))]
-                joined = torch.stack(pieces)
-                expected.append(joined.flatten() if step.verb == "all_gather" else joined.sum(0, dtype=joined.dtype))
+                counts = step.sizes[0] if len(step.sizes[0]) == len(step.block) else step.sizes[0] * len(step.block)
+                pieces = [_values(count, step.dtype, index, i, 0) for i, count in enumerate(counts)]
+                gathers = step.verb == "all_gather"
+                expected.append(torch.cat(pieces) if gathers else torch.stack(pieces).sum(0, dtype=pieces[0].dtype))
     return expected
 
 
 def _run_collective(transport: Transport, step: Collective, index: int, device: str) -> torch.Tensor:
-    here, size = step.block.index(transport.rank), step.sizes[0][0]
+    here = step.block.index(transport.rank)
     dtype = getattr(torch, step.dtype)
     if step.verb == "all_to_all":
         send_sizes, receive_sizes = list(step.sizes[here]), [row[here] for row in step.sizes]
@@ -136,12 +141,13 @@ def _run_collective(transport: Transport, step: Collective, index: int, device: 
         output = torch.zeros(sum(receive_sizes), dtype=dtype, device=device)
         transport.all_to_all(output, torch.cat(pieces).to(device), receive_sizes, send_sizes, step.block)
         return output
-    own = _values(size, step.dtype, index, here, 0).to(device)
+    counts = step.sizes[0] if len(step.sizes[0]) == len(step.block) else step.sizes[0] * len(step.block)
+    own = _values(counts[here], step.dtype, index, here, 0).to(device)
     if step.verb == "all_reduce":
         transport.all_reduce(own, step.block)
         return own
-    output = torch.zeros(size * len(step.block), dtype=dtype, device=device)
-    transport.all_gather(output, own, step.block)
+    output = torch.zeros(sum(counts), dtype=dtype, device=device)
+    transport.all_gather(output, own, step.block, counts if len(step.sizes[0]) > 1 else None)
     return output
 
 

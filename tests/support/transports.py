@@ -94,9 +94,11 @@ class CountingTransport:
         self._count("exchange", sum(tensor.nbytes for peer, tensor in sends if peer != self.rank))
         return handle
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> None:
         """See `Transport.all_gather`."""
-        self._transport.all_gather(output, input, block)
+        self._transport.all_gather(output, input, block, sizes)
         self._count("all_gather", (len(block) - 1) * input.nbytes)
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:

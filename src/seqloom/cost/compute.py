@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -120,6 +120,12 @@ def layers_by_mask(model: ModelSpec) -> dict[tuple[int | None, int | None], floa
     return found
 
 
+def attending_layers(model: ModelSpec) -> tuple[tuple[tuple[int | None, int | None], float], ...]:
+    """`layers_by_mask` of the layers that attend, in one order."""
+    found = ((mask, layers) for mask, layers in layers_by_mask(model).items() if mask[0] != 0)
+    return tuple(sorted(found, key=lambda item: [each or 0 for each in item[0]]))
+
+
 def kv_heads_per_rank(heads: int, kv_heads: int, ulysses: int) -> int:
     """Key/value heads of the Ulysses rank whose query heads read most of them."""
     shared = heads // kv_heads
@@ -179,17 +185,16 @@ class Compute:
             model,
             profile.matmul_tflops,
             cluster.device.hbm_gb_s * profile.memory_efficiency,
-            tuple(
-                sorted(
-                    ((mask, layers) for mask, layers in layers_by_mask(model).items() if mask[0] != 0),
-                    key=lambda item: [each or 0 for each in item[0]],
-                )
-            ),
+            attending_layers(model),
             {forwards: LengthCurve.of(profile.attention, forwards) for forwards in (1, 2)},
             {forwards: LengthCurve.of(profile.tile, forwards) for forwards in (1, 2)},
             profile.float8_speedup if float8 else 1.0,
             profile.expert_imbalance if parts > 1 else 1.0,
         )
+
+    def of_layers(self, model: ModelSpec) -> Compute:
+        """The same for a part of the model's layers."""
+        return replace(self, model=model, masks=attending_layers(model))
 
     def scan(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
         """ns per token of a group of what mixers scan: on the rank with most heads, or of its tokens and states."""

@@ -77,6 +77,10 @@ class CostEngine(ABC):
         """Share of each column of costs that is forward, in the units of `FORWARD`."""
         return FORWARD[checkpoint]
 
+    def of_layers(self, model: ModelSpec) -> CostEngine:
+        """The engine that prices a part of the model's layers (`ModelSpec.with_layers`); itself: all take as long."""
+        return self
+
     @abstractmethod
     def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
         """ns of a group before any document."""
@@ -195,6 +199,13 @@ class AnalyticEngine(CostEngine):
             tensor=tensor,
             expert=cost.expert,
         )
+
+    def of_layers(self, model: ModelSpec) -> AnalyticEngine:
+        """With the share of a round's constant that these layers are of all: a profile does not say what it is for."""
+        profile = replace(self.profile, round_us=self.profile.round_us * model.layers / self.model.layers)
+        links, compute = replace(self.links, model=cp_model(model, self.tensor)), self.compute.of_layers(model)
+        own = {"profile": profile, "links": links, "compute": compute, "matmul_share": compute.matmul_share}
+        return replace(self, model=model, **own)
 
     def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
         """ns of a group before any document.

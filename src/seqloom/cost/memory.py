@@ -385,7 +385,7 @@ def kv_cache_bytes(cost: CostModel, layers: LayerRange, group: Group, tokens: in
     """
     model, tensor = cost.model, cost.tensor
     heads = kv_heads_per_rank(model.heads // tensor, model.kv_heads // tensor, group.ulysses // tensor)
-    attending = -(-(layers.stop - layers.first) * model.attention_layers // model.layers)  # in stages of any layers
+    attending = sum(window != 0 for window in model.windows[layers.first : layers.stop])
     each = model.latent_values if group.latent else 2 * heads * model.head_dim
     values = each * -(-tokens // group.ring) * attending
     return ACTIVATION_BYTES * values, KV_GRADIENT_BYTES * values

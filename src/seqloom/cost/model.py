@@ -6,7 +6,9 @@ groups, and makes the tables that planners search on. Whole rounds and plans are
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from seqloom.describe import Cluster, ModelSpec
+    from seqloom.describe.model import LayerKind
     from seqloom.layout import Span
     from seqloom.plan import Plan, Stage
 
@@ -170,6 +173,8 @@ class CostModel:
             self._require_host_memory()
         self._routes: dict[tuple[GroupShape, tuple[int, ...]], Route | None] = {}
         self._prices: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], tuple[CostBreakdown, dict[str, float]]] = {}
+        self._by_layers: dict[tuple[LayerRange, ...], CostModel] = {}
+        self._by_kinds: dict[frozenset[tuple[LayerKind, int]], CostModel] = {}
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
         self._check_prices()
         resident = tuple(policy._replace(resident=True) for policy in self.engine.policies)
@@ -234,6 +239,27 @@ class CostModel:
     def for_stage(self, stage: Stage) -> CostModel:
         """The same ranks with the degrees of a stage: its prices. Built once."""
         return self.for_submesh(self.ranks, stage.tensor, stage.expert)
+
+    def for_layers(self, *ranges: LayerRange) -> CostModel:
+        """The prices of these layers alone, where layers of the model differ; itself where all take as long.
+
+        Built once for as many layers of each kind. Of a round, `plan_cost.scale_to_layers` takes what is theirs from
+        both. Memory stays that of the model, and knows its layers one by one.
+        """
+        if ranges not in self._by_layers:
+            layers = [layer for part in ranges for layer in range(part.first, part.stop)]
+            kinds = self.model.layer_kinds
+            counts = frozenset(Counter(kinds[layer] for layer in layers).items())
+            known = self if not layers or len(set(kinds)) == 1 else self._by_kinds.get(counts)
+            self._by_layers[ranges] = self._by_kinds[counts] = known or self._with_layers(layers)
+        return self._by_layers[ranges]
+
+    def _with_layers(self, layers: Sequence[int]) -> CostModel:
+        part = copy.copy(self)
+        part.model = self.model.with_layers(layers)
+        part.engine = self.engine.of_layers(part.model)
+        part._prices, part._by_layers, part._by_kinds = {}, {}, {}
+        return self if part.engine is self.engine else part
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -438,10 +464,12 @@ class CostModel:
         policy: MemoryPolicy,
         shapes: Sequence[GroupShape] | None = None,
         slowness: float = 1.0,
+        *,
+        head: bool = True,
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks.
 
-        The ranks of the groups compute `slowness` times as long as by the profile.
+        The ranks of the groups compute `slowness` times as long as by the profile, and the `head` or not.
         """
         policy, shapes = self.priced_policy(policy), self.shapes if shapes is None else tuple(shapes)
         tokens = self.padded_lengths(np.asarray(lengths))
@@ -452,7 +480,7 @@ class CostModel:
             if name == "routed" and slowness != 1:  # in a round, experts are as fast as the rank that has them
                 values = np.rint(values * slowness).astype(np.int64)
             for stream, parts in enumerate(STREAMS):
-                if name in parts:
+                if name in parts and (head or name != "head"):
                     cost[stream] += values
         cost[1, [not shape.overlaps_kv for shape in shapes]] = 0  # without a ring that stream is never the longest
         fixed = [self._group_prices(place, policy)[0].stream_ns for place in places]

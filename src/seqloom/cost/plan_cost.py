@@ -91,6 +91,7 @@ def round_times(
     """
     policy = cost.priced_policy(policy)
     table = group_table(cost, work.groups, policy, work, layers) if priced is None else priced
+    cost = cost if layers is None else cost.for_layers(layers)
     degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
     group = np.repeat(np.arange(len(degrees)), degrees)
     rank = np.array([rank for each in work.groups for rank in each.ranks], dtype=np.int64)
@@ -113,8 +114,8 @@ def round_times(
         rank = np.concatenate([rank, idle])
         degrees = np.append(degrees, 0)
     if layers is not None:
-        table, by_layout = scale_to_layers(layers, table), scale_to_layers(layers, by_layout)
-        nics, links = (taken * (layers.stop - layers.first) // layers.model_layers for taken in (nics, links))
+        table, by_layout = (scale_to_layers(cost, layers, each) for each in (table, by_layout))
+        nics, links = (taken * (layers.stop - layers.first) // cost.model.layers for taken in (nics, links))
     parts = rank_costs(table, rank, group, cost.ranks) + by_layout
     parts = expert_costs(cost, parts, policy, layers, work.lighter_layers)
     if cost.speeds:
@@ -136,7 +137,11 @@ def group_table(
     work: StageMicroBatch,
     layers: LayerRange | None = None,
 ) -> np.ndarray:
-    """int64[groups, len(COST_COLUMNS)] ns of the whole model: `group_costs`, with the work's lighter layers."""
+    """int64[groups, len(COST_COLUMNS)] ns: `group_costs` with the work's lighter layers.
+
+    Of the whole model, or where its layers differ of these alone; `scale_to_layers` takes what is theirs.
+    """
+    cost = cost if layers is None else cost.for_layers(layers)
     table = cost.group_costs(groups, policy)
     if not work.lighter_layers:
         return table
@@ -158,13 +163,13 @@ def _lighter(policy: MemoryPolicy) -> MemoryPolicy:
     return policy._replace(checkpoint=lighter)
 
 
-def scale_to_layers(layers: LayerRange, table: np.ndarray) -> np.ndarray:
-    """Costs of a stage, from a table of those of the whole model: by its layers; the head all or nothing.
+def scale_to_layers(cost: CostModel, layers: LayerRange, table: np.ndarray) -> np.ndarray:
+    """Costs of a stage, from a table by `cost` of the whole model or of these layers; the head all or nothing.
 
     Stages of as many layers cost the same; rounding down, they lack less than a nanosecond each of the whole. The cost
     of a round without tokens is shared like the rest: a profile does not say which of it is per layer.
     """
-    own = table * (layers.stop - layers.first) // layers.model_layers
+    own = table * (layers.stop - layers.first) // cost.model.layers
     head = COST_COLUMNS.index("head")
     own[:, head] = table[:, head] if layers.has_head else 0
     return own
@@ -251,7 +256,7 @@ def expert_costs(
         assert light is not None
         every -= (every - light.weights_ns) * lighter_layers / count
     if layers is not None:
-        every *= (layers.stop - layers.first) / layers.model_layers
+        every *= (layers.stop - layers.first) / cost.model.layers
     served = parts[:, routed]
     reading = np.minimum(times.reading * served, every)
     parts[:, routed] += np.rint(np.maximum(reading - times.products * served, 0)).astype(np.int64)
@@ -309,8 +314,9 @@ def component_passes(
     member = component[rank]
     components = range(component.max() + 1)
     slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in components], dtype=np.int64)
-    shares = forward_shares(work, layers, cost.engine.forward)
-    cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], shares, cost.engine.matmul_share)
+    engine = cost.for_layers(layers).engine
+    shares = forward_shares(work, layers, engine.forward)
+    cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], shares, engine.matmul_share)
     length = times.component_ns(component)
     if not work.offload:
         return length, *cuts

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqloom.describe.presets import Presets
 from seqloom.errors import SeqloomError
@@ -48,6 +50,16 @@ class Adapters:
         a backward counts twice. Dropout reads and writes inputs.
         """
         return 3 * self.outputs + (1 + 2 * self.dropout) * self.inputs
+
+
+class LayerKind(NamedTuple):
+    """What one layer may have in another way than others; layers of one kind take as long and as much memory."""
+
+    mask: tuple[int | None, int | None]  # window and attention chunk
+    heads: tuple[int, int]
+    experts: bool
+    mixer: bool
+    adapters: Adapters | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +257,30 @@ class ModelSpec:
     def masks(self) -> tuple[tuple[int | None, int | None], ...]:
         """Window and attention chunk of every layer."""
         return tuple(zip(self.windows, self.attention_chunks or (None,) * self.layers, strict=True))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of every layer."""
+        sparse, mixers, adapters = set(self.moe_layers), set(self.mixer_layers), self.adapters or (None,) * self.layers
+        return tuple(
+            LayerKind(mask, self.head_shape(layer), layer in sparse, layer in mixers, adapters[layer])
+            for layer, mask in enumerate(self.masks)
+        )
+
+    def with_layers(self, layers: Sequence[int]) -> ModelSpec:
+        """These of the layers, to be priced by themselves; what a whole model must have is not asked of them."""
+        places = {layer: place for place, layer in enumerate(sorted(layers))}
+        sparse = tuple(places[layer] for layer in self.moe_layers if layer in places)
+        changed: dict[str, Any] = {"layers": len(places), "moe_layers": sparse}
+        if not sparse:  # no `moe_layers` beside experts would be all layers
+            changed |= dict.fromkeys(("experts", "active_experts", "expert_ffn", "shared_ffn"), 0)
+        changed["mixer_layers"] = tuple(places[layer] for layer in self.mixer_layers if layer in places)
+        for name in ("windows", "attention_chunks", "head_shapes", "adapters"):
+            changed[name] = tuple(each for layer, each in enumerate(getattr(self, name)) if layer in places)
+        part = copy.copy(self)
+        for name, value in changed.items():
+            object.__setattr__(part, name, value)
+        return part
 
     def head_shape(self, layer: int) -> tuple[int, int]:
         """Key/value heads of a layer, and the width of its heads."""

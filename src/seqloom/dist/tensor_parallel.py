@@ -28,7 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from seqloom.dist.rows import sort_order
-from seqloom.dist.transport import all_to_all
+from seqloom.dist.transport import all_gather, all_to_all
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.plan import GroupFamily, StageMicroBatch
@@ -64,10 +64,11 @@ class TPGroup:
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, [tokens of the TP group, ...], from this rank's [tokens, ...]."""
-        width = prod(rows.shape[1:])
-        sent = rows.reshape(1, -1).expand(len(self.ranks), -1).reshape(-1)
+        sizes, transport = [count * prod(rows.shape[1:]) for count in self.counts], self.cp_context.transport
         received = rows.new_empty((sum(self.counts), *rows.shape[1:]))
-        self._all_to_all(received, sent, [count * width for count in self.counts], [rows.numel()] * len(self.ranks))
+        if sum(self.counts):  # all ranks know when there are no tokens
+            flat = received.view(-1), rows.contiguous().view(-1)
+            all_gather(transport, *flat, sizes, self.ranks, collective=self.collective)
         return received if self.order is None else received.index_select(0, self.order)
 
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
@@ -79,16 +80,66 @@ class TPGroup:
             partial = partial.index_select(0, self.inverse_order)
         width, own, ranks = prod(partial.shape[1:]), self.counts[self.index], len(self.ranks)
         received = partial.new_empty((ranks, own, *partial.shape[1:]))
-        sent = partial.contiguous().view(-1)
-        self._all_to_all(received, sent, [own * width] * ranks, [count * width for count in self.counts])
+        sizes = [count * width for count in self.counts]
+        self._all_to_all(received, partial.contiguous(), [own * width] * ranks, sizes)
         return received.sum(0, dtype=torch.promote_types(partial.dtype, torch.float32)).to(partial.dtype)
+
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the columns of all ranks, [tokens of the TP group, t * width], from this rank's [.., width]."""
+        tokens, width = x.shape
+        received = x.new_empty((len(self.ranks), tokens, width))
+        if sum(self.counts):
+            flat, sizes = (received.view(-1), x.contiguous().view(-1)), [x.numel()] * len(self.ranks)
+            all_gather(self.cp_context.transport, *flat, sizes, self.ranks, collective=self.collective)
+        return received.transpose(0, 1).reshape(tokens, -1)
+
+    def reduce_scatter_columns(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns of the sum of all ranks' [tokens of the TP group, t * width], added like rows."""
+        tokens, ranks = len(partial), len(self.ranks)
+        sent = partial.view(tokens, ranks, -1).transpose(0, 1).contiguous()
+        received = torch.empty_like(sent)
+        self._all_to_all(received, sent, *[[sent[0].numel()] * ranks] * 2)
+        return received.sum(0, dtype=torch.promote_types(partial.dtype, torch.float32)).to(partial.dtype)
+
+    def split_halves(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns of either half, [tokens, 2 * width], from its columns of both halves in a row.
+
+        Of two halves of t blocks each, rank r has blocks 2 r and 2 r + 1 and gets blocks r and t + r:
+
+            t = 2   rank 0  gate 0, gate 1  ->  gate 0, up 0      t = 3   rank 1  gate 2, up 0  ->  gate 1, up 1
+                    rank 1  up 0, up 1      ->  gate 1, up 1
+        """
+        return self._exchange_blocks(x, self._peers_of_row, self._peers_of_halves)
+
+    def join_halves(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what `split_halves` was given."""
+        return self._exchange_blocks(x, self._peers_of_halves, self._peers_of_row)
+
+    @property
+    def _peers_of_row(self) -> tuple[int, int]:
+        """Indices of the ranks that get this rank's two blocks of both halves in a row."""
+        return 2 * self.index % len(self.ranks), (2 * self.index + 1) % len(self.ranks)
+
+    @property
+    def _peers_of_halves(self) -> tuple[int, int]:
+        """Indices of the ranks that had this rank's block of either half."""
+        return self.index // 2, (len(self.ranks) + self.index) // 2
+
+    def _exchange_blocks(self, x: torch.Tensor, to: tuple[int, int], back: tuple[int, int]) -> torch.Tensor:
+        """Send the two halves of the columns to the ranks `to`; return those that the ranks `back` send."""
+        blocks = x.view(len(x), 2, -1).transpose(0, 1)
+        sent = torch.stack([blocks[k] for k in sorted((0, 1), key=to.__getitem__)])
+        received, size = torch.empty_like(sent), sent[0].numel()
+        sizes = ([size * (k in peers) for k in range(len(self.ranks))] for peers in (back, to))
+        self._all_to_all(received, sent, *sizes)
+        return torch.cat([received[sorted(back).index(peer)] for peer in back], dim=1)
 
     def _all_to_all(
         self, output: torch.Tensor, sent: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
     ) -> None:
         if sum(self.counts):  # all ranks know when there are no tokens
-            flat, transport = output.view(-1), self.cp_context.transport
-            all_to_all(transport, flat, sent, output_sizes, input_sizes, self.ranks, collective=self.collective)
+            flat, transport = (output.view(-1), sent.view(-1)), self.cp_context.transport
+            all_to_all(transport, *flat, output_sizes, input_sizes, self.ranks, collective=self.collective)
 
 
 def all_gather_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
@@ -121,6 +172,32 @@ def reduce_scatter_rows(x: torch.Tensor, context: Context | torch.Tensor) -> tor
     """
     tp_group = _tp_group(context)
     return x if tp_group is None else RowFunction.apply(tp_group.reduce_scatter, tp_group.all_gather, x)
+
+
+def all_gather_columns(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+    """Return what all ranks of a TP group have of the same rows, side by side. All of them call it.
+
+    Backward sums the gradients of all ranks, and each gets those of its own columns.
+
+    Args:
+        x: [tokens of the TP group, width].
+
+    Returns:
+        [tokens of the TP group, t * width].
+    """
+    return RowFunction.apply(tp_group.all_gather_columns, tp_group.reduce_scatter_columns, x)
+
+
+def split_halves(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+    """Exchange columns of a fused projection, such as gate and up in a row, for own ones of each. All ranks call it.
+
+    Args:
+        x: [tokens of the TP group, width]: the `TPGroup.index`-th of t equal parts of all columns.
+
+    Returns:
+        [tokens of the TP group, width]: the `TPGroup.index`-th of t equal parts of either half, side by side.
+    """
+    return RowFunction.apply(tp_group.split_halves, tp_group.join_halves, x)
 
 
 @overload

@@ -195,9 +195,11 @@ class ThreadTransport:
         matcher = self._matcher
         return _Handle(matcher, matcher.post(self.rank, verb, None, outgoing, incoming, self._channel))
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> None:
         """Send the input to every rank of the block."""
-        received = _chunks("all_gather output", output, [input.numel()] * len(block), block)
+        received = _chunks("all_gather output", output, sizes or [input.numel()] * len(block), block)
         self._collective("all_gather", block, [_flat("all_gather input", input)] * len(block), received)
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:

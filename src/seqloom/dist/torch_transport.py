@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from seqloom.compat import inherit_timeout
-from seqloom.dist.transport import Channel, Exchange, P2PTensor, check_payload
+from seqloom.dist.transport import Channel, Exchange, P2PTensor, check_payload, gather_by_exchange
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -234,13 +234,22 @@ class TorchTransport:
         batch += [dist.P2POp(dist.isend, tensor, peer, world, tag) for peer, tensor in outgoing]
         return _Transfer(dist.batch_isend_irecv(batch) if batch else [], [each.tensor for each in outgoing], copies)
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
-        """Call all_gather_into_tensor."""
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> None:
+        """Call all_gather_into_tensor, or all_gather of unequal inputs.
+
+        gloo has no such verb, and NCCL none for empty inputs: there ranks send theirs to all others.
+        """
         group = self._communicators.group_of(tuple(block))
         if group is None:
             output.copy_(input)
-        else:
+        elif sizes is None or len(set(sizes)) == 1:
             flat_collective("all_gather")(output, input, group=group)
+        elif self._communicators.has_nccl and min(sizes):
+            dist.all_gather(list(output.view(-1).split(list(sizes))), input.view(-1), group=group)
+        else:
+            gather_by_exchange(self, output, input, sizes, block)
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
         """Call all_reduce."""

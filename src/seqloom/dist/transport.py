@@ -105,8 +105,15 @@ class Transport(Protocol):
         Tensors between the same two ranks arrive in the order listed.
         """
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
-        """Fill `output` [len(block) * n] with the `input` [n] of every rank of `block`, in block order."""
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> None:
+        """Fill `output` with the `input` of every rank of `block`, in block order.
+
+        Args:
+            output, input: contiguous, same dtype.
+            sizes: elements of the input of every rank; zero is allowed. None: all inputs have as many.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
         """Replace `tensor` by its sum over the ranks of `block`, bit for bit the same on all of them."""
@@ -163,6 +170,38 @@ def all_to_all(
         for chunks in (sent, received)
     )
     exchange_nonempty(transport, outgoing, incoming).wait()
+
+
+def all_gather(
+    transport: Transport,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    *,
+    collective: bool,
+) -> None:
+    """Run `Transport.all_gather` among any ranks, all of which call it.
+
+    Args:
+        output, input, sizes: see `Transport.all_gather`; with one axis.
+        ranks: distinct, in the same order on all of them; this one included.
+        collective: whether these ranks have a communicator; otherwise they send and receive on the world's.
+    """
+    if collective:
+        transport.all_gather(output, input, ranks, sizes)
+    else:
+        gather_by_exchange(transport, output, input, sizes, ranks)
+
+
+def gather_by_exchange(
+    transport: Transport, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], ranks: Sequence[int]
+) -> None:
+    """Send this rank's `input` to all `ranks` and receive theirs; arguments are those of `all_gather`."""
+    chunks = output.view(-1).split(list(sizes))
+    chunks[list(ranks).index(transport.rank)].copy_(input.view(-1))
+    others = [P2PTensor(peer, chunk) for peer, chunk in zip(ranks, chunks, strict=True) if peer != transport.rank]
+    exchange_nonempty(transport, [P2PTensor(each.peer, input) for each in others], others).wait()
 
 
 def check_payload(rank: int, payload: bytes | None, root: int) -> None:

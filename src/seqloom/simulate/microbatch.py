@@ -155,13 +155,12 @@ def price(plan: Plan, cost: CostModel) -> dict[MicroBatchKey, MicroBatchTimes]:
     for p, pipeline in enumerate(plan.pipelines):
         identical = IdenticalStages.of(cost, pipeline, shard_group_of)
         layers, resident = identical.layers, len(pipeline.stages) > 1 or bool(identical.unsharded)
-        batches: dict[tuple[MemoryPolicy, int, int, int, int], dict[Hashable, list[tuple[int, int]]]] = {}
+        batches: dict[tuple[MemoryPolicy, CostModel, int, int], dict[Hashable, list[tuple[int, int]]]] = {}
         for s, stage in enumerate(pipeline.stages):
             for r, work in enumerate(current.by_stage[s] for current in pipeline.rounds):
                 policy = MemoryPolicy(work.checkpoint, plan.reduce, resident)
-                batch = batches.setdefault(
-                    (policy, stage.tensor, stage.expert, work.lighter_layers, stage.layer_count), {}
-                )
+                own = cost.for_stage(stage).for_layers(layers[s])
+                batch = batches.setdefault((policy, own, work.lighter_layers, stage.layer_count), {})
                 batch.setdefault(identical.key(s, r, work), []).append((s, r))
         for (policy, *_), same in batches.items():
             works = [pipeline.rounds[r].by_stage[s] for (s, r), *_ in same.values()]

@@ -153,15 +153,22 @@ def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, s
     assert added["network"] == pytest.approx(prefix * share.network, abs=len(edges))
 
 
+@cache
+def nine_layers():
+    model = replace(ModelSpec.load("qwen3-4b"), layers=9, windows=())
+    return CostModel(Cluster.parse("1x4xH200"), model)
+
+
 @given(st.integers(1, 7), st.integers(1, 8))
 def test_stages_add_up_to_the_model(first, second):
+    cost = nine_layers()
     table = np.random.default_rng(first).integers(0, 10**9, (5, len(COST_COLUMNS)))
     cuts = [0, *sorted({first, second}), 9]
     shares = [LayerRange(a, b, 9) for a, b in pairwise(cuts)]
-    total = sum(scale_to_layers(share, table) for share in shares)
+    total = sum(scale_to_layers(cost, share, table) for share in shares)
     assert ((table - total >= 0) & (table - total < len(shares))).all()
     assert (total[:, COST_COLUMNS.index("head")] == table[:, COST_COLUMNS.index("head")]).all()
-    assert all((scale_to_layers(share, table)[:, COST_COLUMNS.index("head")] == 0).all() for share in shares[:-1])
+    assert all((scale_to_layers(cost, share, table)[:, COST_COLUMNS.index("head")] == 0).all() for share in shares[:-1])
 
 
 def test_rounds_of_stages_gather_and_reduce_nothing():

@@ -15,6 +15,7 @@ from seqloom.dist import (
     reduce_scatter_rows,
     run_ranks,
 )
+from seqloom.dist.tensor_parallel import all_gather_columns, split_halves
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
@@ -120,9 +121,14 @@ def test_gathering_and_summing_are_plain_torch(case, tensor, strict, blocks):
 
 
 @pytest.mark.parametrize(
-    "family, verb", [(None, "exchange"), (GroupFamily(4, 4), "all_to_all"), (GroupFamily(4, 4, 0), "exchange")]
+    "family, verbs",
+    [
+        (None, ("exchange", "exchange")),
+        (GroupFamily(4, 4), ("all_gather", "all_to_all")),
+        (GroupFamily(4, 4, 0), ("exchange", "exchange")),
+    ],
 )
-def test_a_team_meets_on_its_communicator_where_it_has_one(family, verb):
+def test_a_team_meets_on_its_communicator_where_it_has_one(family, verbs):
     """Every member sends its own rows to the others going in, and theirs to each coming out."""
     work = work_of(Group((2, 3), 2, 1, (SHORT,)), Group((2, 3), 2, 1, (LONG,)))
 
@@ -131,14 +137,37 @@ def test_a_team_meets_on_its_communicator_where_it_has_one(family, verb):
         context = bind(work, counting, tensor=2, family=family)
         x = torch.ones(context.tokens, 7)
         one = all_gather_rows(x, context)
-        sent = counting.traffic(verb)
+        gathered = counting.traffic(verbs[0])
+        counting.reset()
         reduce_scatter_rows(one, context)
-        both = counting.traffic(verb)
+        summed = counting.traffic(verbs[1])
         others = sum(context.tp_group.counts) - context.tokens
-        assert (sent.bytes, both.bytes) == (28 * len(x) * (others > 0), 28 * (len(x) + others))
-        return sent.calls, both.calls
+        assert (gathered.bytes, summed.bytes) == (28 * len(x) * (others > 0), 28 * others)
+        return gathered.calls, summed.calls
 
-    assert run_ranks(4, body, strict=True, family=family) == [(0, 0), (0, 0), (1, 2), (1, 2)]
+    assert run_ranks(4, body, strict=True, family=family) == [(0, 0), (0, 0), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_columns_of_a_tp_group(degree):
+    """All columns of all ranks, and each rank's part of two halves; gradients go back, those of all ranks summed."""
+    work = work_of(Group(tuple(range(degree)), degree, 1, (Span(0, 0, 5), Span(1, 0, 2))))
+    whole = torch.arange(7 * 6 * degree, dtype=torch.float64).view(7, -1).requires_grad_()
+    weights = torch.randn(7, 6 * degree, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def body(transport):
+        tp_group = bind(work, transport, tensor=degree).tp_group
+        k, mine = tp_group.index, whole.detach().chunk(degree, dim=1)[tp_group.index].clone().requires_grad_()
+        every = all_gather_columns(mine, tp_group)
+        assert torch.equal(every, whole)
+        (found,) = torch.autograd.grad(every, mine, (k + 1) * weights)
+        assert torch.allclose(found, sum(range(degree + 1)) * weights.chunk(degree, dim=1)[k], rtol=1e-12)
+        halves = split_halves(mine, tp_group)
+        wanted, seen = (torch.cat([half.chunk(degree, 1)[k] for half in x.chunk(2, 1)], 1) for x in (whole, weights))
+        assert torch.equal(halves, wanted)
+        assert torch.equal(torch.autograd.grad(halves, mine, seen)[0], weights.chunk(degree, dim=1)[k])
+
+    run_ranks(degree, body, strict=True)
 
 
 def test_partial_sums_are_rounded_once():

@@ -93,6 +93,21 @@ def test_sinks_are_cut_with_their_heads(ring):
     assert_same(randomised(plain, 0), 2, 2 * ring, [[Group(tuple(range(2 * ring)), 2, ring, SPANS)]], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", ["Olmo2", "Olmo3", "Glm", "Glm4"])
+def test_norms_over_all_heads_and_halves_in_one_projection(family, ranks):
+    """OLMo's norms of queries and keys see the heads of all ranks; GLM's gate and up are one matrix, cut in a row."""
+    keys = {"Glm": {"head_dim": 4}, "Glm4": {"head_dim": 4}, "Olmo3": {"sliding_window": 4}}.get(family, {})
+    config = getattr(hf, f"{family}Config")(**{**SIZES, **WIDE, **keys, "pad_token_id": 0, "eos_token_id": 0})
+    plain = randomised(getattr(hf, f"{family}ForCausalLM")(config), 0).double().train()
+    for path in [name for name, _ in plain.named_modules() if family[:4] == "Olmo" and name.endswith("norm")]:
+        own = plain.get_submodule(path)  # OLMo's compute in float32, whatever they are in; torch's in float64
+        plain.set_submodule(path, nn.RMSNorm(len(own.weight), own.variance_epsilon, dtype=torch.float64))
+        plain.get_submodule(path).load_state_dict(own.state_dict())
+    rounds = [[Group(tuple(range(ranks)), ranks, 1, SPANS[:1])], [Group(tuple(range(ranks)), ranks, 1, SPANS[1:])]]
+    assert_same(plain, ranks, ranks, rounds, Checkpoint.FULL, split=family == "Olmo2")
+
+
 @pytest.mark.parametrize("checkpoint", [Checkpoint.SELECTIVE, Checkpoint.FULL])
 def test_with_a_ring_and_whatever_is_kept_or_put_off(checkpoint):
     groups = [Group((0, 1), 2, 1, SPANS[1:2]), Group((2, 3), 2, 1, SPANS[2:])]
@@ -126,11 +141,7 @@ def test_norms_around_both_parts():
     ("family", "keys", "words"),
     [
         ("Mixtral", {"num_local_experts": 4, "router_aux_loss_coef": 0.0}, r"'packed_colwise' of .*experts"),
-        (
-            "Olmo2",
-            {"eos_token_id": 0},
-            r"'colwise_gather_output' of .*self_attn.q_proj; followed are colwise",
-        ),
+        ("Phi3", {"pad_token_id": 0}, r"'colwise_gather_output' of self_attn.qkv_proj, which is neither"),
         ("Cohere", {"use_qk_norm": True, "logit_scale": 1.0, "eos_token_id": 0}, r"silent of self_attn.q_norm.weight"),
         ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}, r"no tensor-parallel plan"),
     ],

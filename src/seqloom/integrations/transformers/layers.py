@@ -25,6 +25,7 @@ from torch import nn
 
 from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
 from seqloom.dist.rank_tokens import TokenRedistribute, redistribute_tokens
+from seqloom.dist.tensor_parallel import TPGroup, all_gather_columns, split_halves
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
 from seqloom.integrations.transformers.tensor_parallel import Region
@@ -184,6 +185,13 @@ def _tp_hooks(regions: tuple[Region, ...], layer: nn.Module, context: Context) -
             hooks.callback(last._parameters.__setitem__, "bias", bias)
             after = partial(_sum_output, context, inside, bias)
             hooks.callback(last.register_forward_hook(after).remove)
+        for path in region.fused:
+            after = partial(_split_halves, context.tp_group, inside)
+            hooks.callback(layer.get_submodule(path).register_forward_hook(after).remove)
+        for path in region.norms:
+            norm = layer.get_submodule(path)
+            hooks.callback(norm.register_forward_pre_hook(partial(_gather_columns, context.tp_group, inside)).remove)
+            hooks.callback(norm.register_forward_hook(partial(_own_columns, context.tp_group)).remove)
     return hooks
 
 
@@ -214,6 +222,31 @@ def _sum_output(
     rows = _token_rows(output, inside.tokens, "a part of a layer", NO_TENSOR)
     own = _shaped_like(output, reduce_scatter_rows(rows, context))
     return own if bias is None else own + bias
+
+
+def _split_halves(tp_group: TPGroup, inside: Context, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Exchange the columns of a fused projection for this rank's of either half."""
+    rows = _token_rows(output, inside.tokens, "a fused projection", NO_TENSOR)
+    return _shaped_like(output, split_halves(rows, tp_group))
+
+
+def _gather_columns(
+    tp_group: TPGroup, inside: Context, norm: nn.Module, args: tuple[torch.Tensor]
+) -> tuple[torch.Tensor]:
+    """Gather the columns of all heads in front of a norm over them."""
+    (columns,), (weight,) = args, norm.parameters()
+    if columns.shape[-1] * len(tp_group.ranks) != len(weight):
+        raise SeqloomError(
+            f"{type(norm).__name__} of {len(weight)} columns is given {columns.shape[-1]} in a TP group of "
+            f"{len(tp_group.ranks)}; {NO_TENSOR}"
+        )
+    rows = _token_rows(columns, inside.tokens, "a norm", NO_TENSOR)
+    return (_shaped_like(columns, all_gather_columns(rows, tp_group)),)
+
+
+def _own_columns(tp_group: TPGroup, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Keep this rank's columns of what a norm over all of them returns."""
+    return output.chunk(len(tp_group.ranks), dim=-1)[tp_group.index]
 
 
 def _replace(args: tuple[Any, ...], options: dict[str, Any], new: Callable[[Any], Any]) -> tuple[Any, Any]:

@@ -4,6 +4,9 @@
     model.layers.*.self_attn.o_proj: rowwise      cut columns; the group sums the results    -> axis 1
     model.layers.*.self_attn.sinks: colwise       cut the numbers of heads                   -> axis 0
     model.layers.*.self_attn.q_norm: replicated.. whole; the group sums gradients in any case
+    model.layers.*.mlp.gate_up_proj: colwise_gather_output   cut rows, whose results are exchanged for a part of each
+                                                             half; or columns of which a norm over all heads comes next
+    model.layers.*.mlp.down_proj: rowwise_split_input        cut columns, of what the former leave
 
 Outside of layers (embedding, head) weights stay whole, whatever the plan says. A plan that says anything else of a
 layer is not followed: `NoTensorParallel` says why, and nothing is guessed. `layers` runs what is cut.
@@ -21,7 +24,10 @@ from torch import nn
 from seqloom.attention import AttentionSpec
 from seqloom.plan.parameter_layout import COLUMNS, ROWS
 
-AXES = {"colwise": ROWS, "rowwise": COLUMNS}
+GATHERED = "colwise_gather_output"
+AXES = {"colwise": ROWS, "rowwise": COLUMNS, GATHERED: ROWS, "rowwise_split_input": COLUMNS}
+FUSED = "gate_up_proj"
+"""Linear layer of a gate and what it is multiplied with, in a row, as transformers' models name it."""
 WHOLE = "replicated_with_grad_allreduce"
 
 
@@ -35,6 +41,8 @@ class Region(NamedTuple):
     name: str
     colwise: tuple[str, ...]  # its linear layers whose rows are cut
     rowwise: tuple[str, ...]  # those whose columns are cut: the group sums what they return
+    fused: tuple[str, ...] = ()  # of the former ones, those that have two halves
+    norms: tuple[str, ...] = ()  # that are over all columns of a linear layer whose rows are cut
 
 
 def tensor_plan(
@@ -65,7 +73,8 @@ def tensor_plan(
                 kind = f"{type(module).__module__}.{type(module).__name__}"
                 raise NoTensorParallel(f"{path} is a {kind}, and only plain linear layers are cut")
             axes[path] = AXES[style]
-        regions.append(tuple(_regions(axes)))
+        gathered = [path for path in axes if plan[_pattern(f"{names[layer]}.{path}")] == GATHERED]
+        regions.append(tuple(_with_gathered(layer, each, gathered, specs) for each in _regions(axes)))
         _check_unlisted(layer, regions[-1], plan, names[layer], {spec.dim for spec in specs})
         for path, parameter in layer.named_parameters():
             if path.endswith(".sinks") and plan.get(_pattern(f"{names[layer]}.{path}")) == "colwise":
@@ -104,13 +113,39 @@ def _regions(axes: dict[str, int]) -> Iterator[Region]:
         yield Region(name, colwise, rowwise)
 
 
+def _with_gathered(layer: nn.Module, region: Region, gathered: Sequence[str], specs: Sequence[AttentionSpec]) -> Region:
+    """Find the halves and the norms of a region for which its plan gathers the results of linear layers.
+
+    Projections of queries, keys or values alone are cut by heads, and gathered only for their norms.
+    """
+    own = [path for path in region.colwise if path in gathered]
+    heads = {count * spec.dim for spec in specs for count in (spec.heads, spec.kv_heads)}
+    widths = {path: cast("nn.Linear", layer.get_submodule(path)).out_features for path in own}
+    inner = {cast("nn.Linear", layer.get_submodule(path)).in_features for path in region.rowwise}
+    fused = tuple(path for path in own if path.endswith(FUSED) and {widths[path]} == {2 * width for width in inner})
+    unknown = [path for path in own if path not in fused and widths[path] not in heads]
+    if unknown:
+        raise NoTensorParallel(
+            f"its tensor-parallel plan says {GATHERED!r} of {unknown[0]}, which is neither a projection to heads nor "
+            f"a {FUSED} of two halves"
+        )
+    whole = {width for path, width in widths.items() if path not in fused}
+    norms = (
+        f"{region.name}.{name}"
+        for name, part in layer.get_submodule(region.name).named_modules()
+        if name.endswith("norm") and [tuple(each.shape) for each in part.parameters()] in [[(each,)] for each in whole]
+    )
+    return region._replace(fused=fused, norms=tuple(norms))
+
+
 def _check_unlisted(
     layer: nn.Module, regions: Sequence[Region], plan: dict[str, str], name: str, dims: set[int]
 ) -> None:
     """Refuse a region's parameter of which the plan is silent, if it may be of all heads or of the whole width."""
     for region in regions:
         for path, parameter in layer.get_submodule(region.name).named_parameters(region.name):
-            listed = any(_pattern(f"{name}.{each}") in plan for each in (path, path.rpartition(".")[0]))
+            inside = path.rpartition(".")[0]
+            listed = any(_pattern(f"{name}.{each}") in plan for each in (path, inside)) or inside in region.norms
             if not listed and parameter.numel() > 1 and tuple(parameter.shape) not in {(dim,) for dim in dims}:
                 raise NoTensorParallel(
                     f"its tensor-parallel plan is silent of {path} {list(parameter.shape)}, which is in {region.name}"

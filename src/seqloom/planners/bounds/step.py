@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -665,18 +666,24 @@ class ShapePrices(NamedTuple):
 
 def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
     """ns that no plan for the documents of `plan` on the stages of `pipeline` beats, for groups on aligned blocks."""
-    prices = _aligned_prices(np.array(plan.documents, dtype=np.int64), cost)
+    prices = lru_cache(partial(_aligned_prices, np.array(plan.documents, dtype=np.int64)))
     layers = pipeline.layer_ranges
     best, end = 0.0, 0
     if pipeline.chain.heads:  # stages have any parts of the head, so it counts for all of them together
         widest = max(map(len, pipeline.ranks_by_pp_rank))
-        work = prices.least(1.0, False, widest)[0] + prices.head_work
+        count: Counter[CostModel] = Counter()
+        for part in layers[: pipeline.chain.last + 1]:
+            count[cost.for_layers(part)] += part.stop - part.first
+        work = prices(cost).head_work
+        for each, own in count.items():
+            work = prices(each).least(own / each.model.layers, False, widest)[0] + work
         best = float(work.sum()) / len(pipeline.ranks)
     for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
         own = [layers[stage] for stage in pipeline.stages_of(pp_rank)]
-        share = sum(part.stop - part.first for part in own) / cost.model.layers
+        priced = cost.for_layers(*own)
+        share = sum(part.stop - part.first for part in own) / priced.model.layers
         with_head = any(part.has_head and part.first < part.stop for part in own)
-        work, chain = prices.least(share, with_head, len(ranks))
+        work, chain = prices(priced).least(share, with_head, len(ranks))
         best = max(best, float(work.sum() / len(ranks)), float(chain.max()))
         shard_groups = plan.shard_groups_of(pipeline, pp_rank)
         end = max(end, cost.stage_overhead_ns(own, len(ranks), min(map(len, shard_groups)))[0])
@@ -709,8 +716,8 @@ def _pipeline_bounds(pipeline: Pipeline, documents: tuple[int, ...], cost: CostM
             part = pipeline.layer_ranges[stage]
             if part.first == part.stop:  # a head stage, with any part of the head
                 continue
-            prices = _shape_prices(cost.for_stage(pipeline.stages[stage]), documents)
-            share = (part.stop - part.first) / part.model_layers
+            own = cost.for_stage(pipeline.stages[stage]).for_layers(part)
+            prices, share = _shape_prices(own, documents), (part.stop - part.first) / own.model.layers
             for sums, least in zip((work, chain), prices.least(share, part.has_head, len(ranks)), strict=True):
                 sums += least
         total += work

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
-from seqloom.cost.shapes import STREAMS
+from seqloom.cost.shapes import STREAMS, CostTables
 from seqloom.errors import PlanError
 from seqloom.layout import Span
 from seqloom.plan import Method
@@ -60,7 +60,7 @@ Chain = list[list[StageGroup]]
 class DocumentCosts:
     """Time of every document of a batch in every group shape S that fits in a stage.
 
-    Times are ns of forward and backward of all layers, without the fixed cost of a micro-batch.
+    Times are ns of forward and backward of all layers, without the fixed cost of a micro-batch; see `stage_tables`.
     """
 
     cost: CostModel
@@ -78,7 +78,7 @@ class DocumentCosts:
     def of(cls, lengths: np.ndarray, cost: CostModel, layout: StageLayout, policy: MemoryPolicy) -> DocumentCosts:
         """Price the documents under a policy."""
         shapes = stage_group_shapes(cost, layout)
-        tables = cost.tables(lengths, policy, tuple(shapes))
+        tables = stage_tables(lengths, cost, layout, policy, tuple(shapes))
         prefix = np.array([_prefix_rates(cost, shape, policy) for shape in tables.shapes]).T
         tokens, offsets = tables.tokens, tuple(shapes.values())
         return cls(cost, layout, policy, lengths, tokens, tables.shapes, offsets, tables.degree, tables.cost, prefix)
@@ -126,6 +126,22 @@ class DocumentCosts:
         rings = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and not shape.states]
         every = [s for s in rings if self.shapes[s].degree == degree]
         return [s for s in every if self.shapes[s].latent] or every
+
+
+def stage_tables(
+    lengths: np.ndarray, cost: CostModel, layout: StageLayout, policy: MemoryPolicy, shapes: tuple[GroupShape, ...]
+) -> CostTables:
+    """Tables of documents, int64[n] tokens, through all stages.
+
+    Where layers differ, stages take longest for documents of different lengths. Every document has as long on all
+    stages as on its slowest, so pieces are equally long there, and a micro-batch is as full as that stage is.
+    """
+    ranges = layout.layer_ranges[: len(layout.layers) - layout.heads]
+    stages = dict.fromkeys((cost.for_layers(layers), layers.has_head) for layers in ranges)
+    if all(own is cost for own, _ in stages):
+        return cost.tables(lengths, policy, shapes)
+    tables = [own.tables(lengths, policy, shapes, head=head) for own, head in stages]
+    return replace(tables[0], cost=len(ranges) * np.max([each.cost for each in tables], axis=0))
 
 
 def _prefix_rates(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> list[float]:
@@ -177,7 +193,7 @@ def cut_document(
     multiple = costs.cost.pad_multiple * shape.degree * (2 if shape.ring > 1 else 1)
     step = max(multiple, -(-length // GRID))
     grid = np.minimum(np.arange(0, length + step, step), length)
-    time = costs.cost.tables(grid, costs.policy, (shape,)).cost.max(axis=0)[0].tolist()
+    time = stage_tables(grid, costs.cost, costs.layout, costs.policy, (shape,)).cost.max(axis=0)[0].tolist()
 
     def upto(tokens: int) -> int:
         at = min(tokens // step, len(time) - 2)

@@ -99,7 +99,7 @@ class MicroBatchCosts:
         self._placed = [part.groups for part in placed]
         self._groups: list[Group] = [group for groups in self._placed for group in groups]
         self._owner = np.repeat(np.arange(len(placed)), list(map(len, self._placed)))
-        self._tables: dict[Checkpoint, np.ndarray] = {}
+        self._tables: dict[tuple[CostModel, Checkpoint], np.ndarray] = {}
         self._times: dict[ActivationPolicy, Times] = {}
 
     def times(self, choice: Choice) -> Times:
@@ -118,13 +118,12 @@ class MicroBatchCosts:
             return self.times_under(ActivationPolicy(Checkpoint.FULL))
         if policy not in self._times:
             ranges = self.layout.layer_ranges[: len(self.layout.layers) - self.layout.heads]
-            sizes = [(layers.stop - layers.first, layers.has_head) for layers in ranges]
-            by_size = {
-                size: self._stage_times(layers, policy)
-                for size, layers in dict(zip(sizes, ranges, strict=True)).items()
+            alike = [(self.cost.for_layers(each), each.stop - each.first, each.has_head) for each in ranges]
+            found = {
+                key: self._stage_times(layers, policy) for key, layers in dict(zip(alike, ranges, strict=True)).items()
             }
             heads = self._head_times(policy.checkpoint)
-            columns = [np.stack([*(by_size[size][k] for size in sizes), *heads[k]]) for k in range(3)]
+            columns = [np.stack([*(found[key][k] for key in alike), *heads[k]]) for k in range(3)]
             split = [[self.cost.engine.split_overhead_ns(count)] for count in self.layout.layers]
             self._times[policy] = Times(*columns, split_overhead=np.array(split, dtype=np.int64))
         return self._times[policy]
@@ -132,17 +131,18 @@ class MicroBatchCosts:
     def _stage_times(self, layers: LayerRange, policy: ActivationPolicy) -> tuple[np.ndarray, ...]:
         """int64[micro-batches] ns each of forward, input half and weight half, on one stage."""
         width, count = self.layout.ranks_per_stage, len(self.micro_batches.groups)
-        table = scale_to_layers(layers, self._table(policy.checkpoint))
+        cost = self.cost.for_layers(layers)
+        table = scale_to_layers(cost, layers, self._table(cost, policy.checkpoint))
         degrees = np.array([len(group.ranks) for group in self._groups])
         group = np.repeat(np.arange(len(degrees)), degrees)
         rank = np.concatenate([np.array(group.ranks) for group in self._groups]) + width * self._owner[group]
         policed = MemoryPolicy(policy.checkpoint, Reduce.STEP, resident=True)
-        parts = expert_costs(self.cost, rank_costs(table, rank, group, width * count), policed, layers)
+        parts = expert_costs(cost, rank_costs(table, rank, group, width * count), policed, layers)
         rank_ns, _ = rank_times(parts, table, rank, group, degrees == 1)
         slowest = rank_ns.reshape(count, width).argmax(axis=1) + width * np.arange(count)
         length = np.maximum(rank_ns[slowest], parts[:, COST_COLUMNS.index("link")].reshape(count, width).max(axis=1))
         forward, weights = forward_and_weight_cuts(
-            parts[slowest], rank_ns[slowest], self.cost.engine.forward(policy.checkpoint), self.cost.engine.matmul_share
+            parts[slowest], rank_ns[slowest], cost.engine.forward(policy.checkpoint), cost.engine.matmul_share
         )
         if policy.offload:
             size = self.cost.memory.host_bytes(layers, policy.checkpoint, policy.offloaded_layers(layers))
@@ -188,13 +188,14 @@ class MicroBatchCosts:
         heads = [[max((g.tokens for g in work.groups), default=0) for work in stages] for stages in self._dealt]
         return np.concatenate([with_layers, np.array(heads, dtype=np.int64).T])
 
-    def _table(self, checkpoint: Checkpoint) -> np.ndarray:
-        """int64[groups, len(COST_COLUMNS)] ns of all groups, all layers."""
+    def _table(self, cost: CostModel, checkpoint: Checkpoint) -> np.ndarray:
+        """int64[groups, len(COST_COLUMNS)] ns of all groups, all layers that `cost` prices."""
         checkpoint = Checkpoint.FULL if checkpoint == Checkpoint.STAGE else checkpoint
-        if checkpoint not in self._tables:
+        key = cost, checkpoint
+        if key not in self._tables:
             policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
-            self._tables[checkpoint] = self.cost.group_costs(self._groups, policy)
-        return self._tables[checkpoint]
+            self._tables[key] = cost.group_costs(self._groups, policy)
+        return self._tables[key]
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -214,12 +215,12 @@ class MicroBatchCosts:
     @cached_property
     def kv_bytes(self) -> KVCacheChanges:
         """int64[stages, micro-batches] bytes on the fullest rank."""
-        by_size = {}
-        sizes = [layers.stop - layers.first for layers in self.layout.layer_ranges]
-        for size, layers in dict(zip(sizes, self.layout.layer_ranges, strict=True)).items():
+        found, ranges = {}, self.layout.layer_ranges
+        alike = [(self.cost.for_layers(layers), layers.stop - layers.first) for layers in ranges]
+        for key, layers in dict(zip(alike, ranges, strict=True)).items():
             changes = [kv_cache_changes(self.cost, layers, groups, self.lengths) for groups in self._placed]
-            by_size[size] = np.array(changes).max(axis=2)
-        return KVCacheChanges(*np.stack([by_size[size] for size in sizes]).transpose(2, 0, 1))
+            found[key] = np.array(changes).max(axis=2)
+        return KVCacheChanges(*np.stack([found[key] for key in alike]).transpose(2, 0, 1))
 
 
 class ActivationMemory:

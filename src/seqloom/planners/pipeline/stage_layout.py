@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+
+import numpy as np
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError
@@ -148,8 +150,9 @@ def stage_layers(
 ) -> tuple[int, ...]:
     """Balance layers over stages: the time of the slowest pp_rank is least, with the head on the last stage.
 
-    The layers do not depend on a batch, since a run keeps them in place. The longer documents are, the fewer layers the
-    vocabulary projection is worth.
+    Layers that differ (windows, experts, scans) count with the time that each takes. The layers do not depend on a
+    batch, since a run keeps them in place. The longer documents are, the fewer layers the vocabulary projection is
+    worth, and the more layers with a window one without it.
 
     Args:
         chunks: stages of every pp_rank; without ``pp_rank_of_stage`` in the order 0 1 0 1.
@@ -163,6 +166,13 @@ def stage_layers(
     policy = MemoryPolicy(cost.engine.policies[0].checkpoint, Reduce.STEP, resident=True)
     tp_group = Group(tuple(range(cost.tensor)), cost.tensor, 1, (Span(0, 0, typical),))
     parts = cost.group_cost(tp_group, policy)
+    kinds = cost.model.layer_kinds
+    if len(set(kinds)) > 1:
+        group = typical_group(cost, cost.ranks // pp_size, typical, policy)
+        of_kind = {kind: LayerRange(layer, layer + 1, len(kinds), 1) for layer, kind in enumerate(kinds)}
+        ns = {kind: cost.for_layers(layer).group_cost(group, policy) for kind, layer in of_kind.items()}
+        head = 0 if head_stages else cost.group_cost(group, policy).head
+        return level_layers([max(ns[kind].total_ns - ns[kind].head, 1) for kind in kinds], pp_ranks, head)
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
     counts = [1] * stages
     load = [layer * chunks] * pp_size
@@ -173,6 +183,72 @@ def stage_layers(
         counts[stage] += 1
         load[pp_rank] += layer
     return tuple(counts)
+
+
+def typical_group(cost: CostModel, width: int, length: int, policy: MemoryPolicy) -> Group:
+    """The fastest group of a document in a stage of `width` ranks, with about `TYPICAL_LENGTH` tokens on each rank.
+
+    Exchanges count with the layers that need them: with 64K tokens over eight ranks a layer that scans exchanges more
+    values than one that attends.
+    """
+    wanted = min(width, max(cost.tensor, -(-length // TYPICAL_LENGTH)))
+    degree = min((s.degree for s in cost.engine.shapes if wanted <= s.degree <= width), default=cost.tensor)
+    shapes = tuple(shape for shape in cost.engine.shapes if shape.degree == degree and not shape.routed)
+    time = cost.tables([length], policy, shapes).cost[:, :, 0].max(axis=0)
+    return cost.group(shapes[int(time.argmin())], range(degree), (Span(0, 0, length),))
+
+
+def level_layers(layer_ns: Sequence[int], pp_rank_of_stage: Sequence[int], head_ns: int = 0) -> tuple[int, ...]:
+    """Cut layers of these times into stages: how many each has, in order, such that the slowest pp_rank is fastest.
+
+    Of cuts with the same slowest an even one, with more layers behind, where fewer micro-batches are in flight. With
+    one stage per pp_rank no cut is better; with several, stages are cut evenly and then moved layer by layer as long
+    as that helps.
+    """
+    stages, total = len(pp_rank_of_stage), [0, *accumulate(layer_ns)]
+    edges = _even_edges(np.array(total), stages, head_ns)
+    pp_ranks = max(pp_rank_of_stage) + 1
+
+    def loads(edges: Sequence[int]) -> list[int]:
+        found = [0] * pp_ranks
+        for pp_rank, (first, stop) in zip(pp_rank_of_stage, pairwise(edges), strict=True):
+            found[pp_rank] += total[stop] - total[first]
+        found[pp_rank_of_stage[-1]] += head_ns
+        return sorted(found, reverse=True)
+
+    best, improved = loads(edges), pp_ranks < stages
+    while improved:
+        improved = False
+        for stage, step in product(range(1, stages), (-1, 1)):
+            moved = [*edges[:stage], edges[stage] + step, *edges[stage + 1 :]]
+            if min(stop - first for first, stop in pairwise(moved)) > 0 and (found := loads(moved)) < best:
+                edges, best, improved = moved, found, True
+    return tuple(stop - first for first, stop in pairwise(edges))
+
+
+def _even_edges(total: np.ndarray, stages: int, head_ns: int) -> list[int]:
+    """First layers of the stages, and the number of layers, by the time of all layers before each, int64[layers + 1].
+
+    Stage by stage, for every number of layers so far, take the cut whose slowest stage is fastest, and of these the one
+    with the least sum of squares.
+    """
+    layers = len(total) - 1
+    slowest = total - total[0]
+    squares = slowest.astype(np.float64) ** 2
+    first = np.zeros((stages, layers + 1), dtype=np.int64)  # of the last of so many stages, by the layers of all
+    for stage in range(1, stages):
+        own_slowest, own_squares = slowest.copy(), squares.copy()
+        for stop in range(stage + 1, layers + 1):
+            last = total[stop] - total[stage:stop] + (head_ns if stage == stages - 1 else 0)
+            most = np.maximum(slowest[stage:stop], last)
+            even = squares[stage:stop] + last.astype(np.float64) ** 2
+            at = int(np.where(most == most.min(), even, np.inf).argmin())  # the first of equals: most layers behind
+            first[stage, stop], own_slowest[stop], own_squares[stop] = stage + at, most[at], even[at]
+        slowest, squares = own_slowest, own_squares
+    edges = [layers]
+    for stage in reversed(range(1, stages)):
+        edges.append(int(first[stage, edges[-1]]))
+    return [0, *reversed(edges)]
 
 
 def stage_group_shapes(cost: CostModel, layout: StageLayout) -> dict[GroupShape, tuple[int, ...]]:
