@@ -486,9 +486,7 @@ def fill_shard_group(
         joined = np.empty(waiting.shape[0], np.int64)
         chosen = params.limit_index[filled % params.limit_index.shape[0]]
         if chosen < 0:
-            chosen = best_limit(
-                t, budget, waiting, shortest, params, limits[:count], joined, groups, rank_class
-            )
+            chosen = best_limit(t, budget, waiting, shortest, params, limits[:count], joined, groups, rank_class)
         joined[:] = -1
         limit = limits[min(chosen % MAX_LIMITS, count - 1)]
         least_degree = chosen // MAX_LIMITS % np.searchsorted(t.degrees, t.shard_group, "right")

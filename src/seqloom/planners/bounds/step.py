@@ -282,9 +282,7 @@ class BatchOptions:
         return self.least(lambda block: block.work_within(step))
 
 
-def _best_on_one_rank(
-    prices: DegreePrices, work: np.ndarray, stream: int, longest: float, step: float
-) -> np.ndarray:
+def _best_on_one_rank(prices: DegreePrices, work: np.ndarray, stream: int, longest: float, step: float) -> np.ndarray:
     """bool[n]: lengths for which one rank (or tensor-parallel group) is best in every argument under this policy.
 
     It finishes in any step, does the least of float64[D, n] work, and every rounding ignores it in a step of this
