@@ -762,14 +762,12 @@ def least_loaded(sizes: np.ndarray, work: np.ndarray, capacity: int, bins: int, 
     held = np.zeros(bins, np.int64)
     load = np.zeros(bins, np.int64)
     for i in range(sizes.shape[0]):
-        best = -1
-        for b in range(bins):
-            if held[b] + sizes[i] <= capacity and (best < 0 or load[b] < load[best]):
-                best = b
-        if best < 0 and overflow:
-            best = np.argmin(held)
-        if best < 0:
-            return -1
+        open_load = np.where(held + sizes[i] <= capacity, load, NEVER)
+        best = open_load.argmin()
+        if open_load[best] == NEVER:
+            if not overflow:
+                return -1
+            best = held.argmin()
         out[i] = best
         held[best] += sizes[i]
         load[best] += work[i]
@@ -932,17 +930,10 @@ def changed_pipeline_ns(p: DispatchProblem, loads: PipelineLoads, j: int, remove
 
 def sum_pipeline(p: DispatchProblem, pipeline_of: np.ndarray, loads: PipelineLoads, j: int) -> None:
     """Write the loads of pipeline ``j`` from scratch; ``pipeline_of`` is int64[n]."""
-    loads.work[j] = loads.tokens[j] = loads.count[j] = 0
-    loads.first[j] = loads.second[j] = -1
-    for i in range(pipeline_of.shape[0]):
-        if pipeline_of[i] == j:
-            loads.work[j] += p.cost[j, i]
-            loads.tokens[j] += p.tokens[i]
-            loads.count[j] += 1
-            if loads.first[j] < 0:
-                loads.first[j] = i
-            elif loads.second[j] < 0:
-                loads.second[j] = i
+    own = (pipeline_of == j).nonzero()[0]
+    loads.work[j], loads.tokens[j], loads.count[j] = p.cost[j][own].sum(), p.tokens[own].sum(), own.shape[0]
+    loads.first[j] = own[0] if own.shape[0] > 0 else -1
+    loads.second[j] = own[1] if own.shape[0] > 1 else -1
     loads.done[j] = changed_pipeline_ns(p, loads, j, -1, -1)
 
 
@@ -954,7 +945,7 @@ def dispatch_longest_first(p: DispatchProblem, pipeline_of: np.ndarray, loads: P
     for i in range(pipeline_of.shape[0]):
         best, soonest = -1, 0
         for j in range(p.fixed.shape[0]):
-            if p.tokens[i] <= p.max_length[j]:
+            if p.tokens[i] <= p.max_length[j] and (best < 0 or loads.done[j] + p.cost[j, i] < soonest):
                 done = changed_pipeline_ns(p, loads, j, -1, i)
                 if best < 0 or done < soonest:
                     best, soonest = j, done
@@ -979,27 +970,31 @@ def swap_rebalance(p: DispatchProblem, pipeline_of: np.ndarray, loads: PipelineL
     ``evaluations`` changes are looked at.
     """
     while evaluations > 0:
-        slow = int(np.argmax(loads.done))
+        slow = loads.done.argmax()
         best, moved, returned, target = loads.done[slow], -1, -1, -1
-        for i in range(pipeline_of.shape[0]):
-            if pipeline_of[i] != slow or evaluations <= 0:
-                continue
+        others = (pipeline_of != slow).nonzero()[0]  # the rest of these arrays are theirs
+        place = pipeline_of[others]
+        without = loads.done[place] - p.cost.ravel()[place * pipeline_of.shape[0] + others]
+        for i in (pipeline_of == slow).nonzero()[0]:
+            if evaluations <= 0:
+                break
             evaluations -= 1 + p.fixed.shape[0]
             lighter = changed_pipeline_ns(p, loads, slow, i, -1)
             if lighter >= best:
                 continue
             for j in range(p.fixed.shape[0]):
-                if j != slow and p.tokens[i] <= p.max_length[j]:
+                if j != slow and p.tokens[i] <= p.max_length[j] and loads.done[j] + p.cost[j, i] < best:
                     done = max(lighter, changed_pipeline_ns(p, loads, j, -1, i))
                     if done < best:
                         best, moved, returned, target = done, i, -1, j
-            for k in range(i + 1, pipeline_of.shape[0]):  # for a shorter one: a longer one makes the slowest slower
-                j = pipeline_of[k]
-                if j == slow or p.tokens[i] > p.max_length[j] or p.tokens[k] == p.tokens[i]:
-                    continue
-                evaluations -= 1
-                if lighter + p.cost[slow, k] >= best or loads.done[j] + p.cost[j, i] - p.cost[j, k] >= best:
-                    continue  # more work takes at least so much longer: most changes need no estimate
+            first = np.searchsorted(others, i)  # for a shorter one: a longer one makes the slowest slower
+            held = (p.tokens[i] <= p.max_length)[place[first:]] & (p.tokens[others[first:]] != p.tokens[i])
+            evaluations -= held.sum()
+            # more work takes at least so much longer: most changes need no estimate
+            held &= lighter + p.cost[slow][others[first:]] < best
+            held &= without[first:] + p.cost[:, i][place[first:]] < best
+            for at in held.nonzero()[0]:
+                k, j = others[first + at], place[first + at]
                 done = max(changed_pipeline_ns(p, loads, slow, i, k), changed_pipeline_ns(p, loads, j, k, i))
                 if done < best:
                     best, moved, returned, target = done, i, k, j

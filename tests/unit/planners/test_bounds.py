@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from brute_force import shortest_step
 
+from seqloom.api import cost_model
 from seqloom.cost import CostModel
-from seqloom.describe import Cluster, ModelSpec
+from seqloom.describe import Cluster, ModelSpec, sample
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
-from seqloom.planners.bounds import lower_bound
+from seqloom.planners.bounds import lower_bound, policies_bound
 from seqloom.planners.bounds.prices import price_documents
 from seqloom.planners.bounds.step import (
     BatchOptions,
@@ -134,3 +135,13 @@ def test_it_holds_whatever_tokens_see(mask):
     for planner in ("flex", "zones"):
         found = cost.plan_ns(make_plan(planner, lengths, cost))
         assert 0.8 * found < bound <= found
+
+
+@pytest.mark.parametrize("source", ["wikipedia", "commoncrawl"])
+@pytest.mark.parametrize("cluster", ["1x8xH100", "4x8xH100"])
+def test_the_bound_is_the_lower_one_of_both_ways_to_reduce(source, cluster):
+    cost = cost_model(cluster, "llama3-8b", max_length=65_536)
+    lengths = sample(source, 120, seed=2, max_length=65_536)
+    ways = {policy.reduce for policy in cost.policies}
+    bounds = [policies_bound(lengths, cost, [each for each in cost.policies if each.reduce == way]) for way in ways]
+    assert len(bounds) == 2 and lower_bound(lengths, cost) == min(bounds)

@@ -8,7 +8,16 @@ from seqloom.describe import Cluster, ModelSpec, sample
 from seqloom.errors import SeqloomError
 from seqloom.planners.packing import best_fit_decreasing
 from seqloom.planners.problem import fitting_problems
-from seqloom.planners.uniform import fastest_static_degree, plan_adaptive, plan_static, rounds_in_order, uniform_answers
+from seqloom.planners.recompute import with_layer_choices
+from seqloom.planners.uniform import (
+    adaptive_and_static,
+    fastest_static_degree,
+    least_ns_of_degrees,
+    plan_adaptive,
+    plan_static,
+    rounds_in_order,
+    uniform_answers,
+)
 from seqloom.simulate.memory import peak_memory
 
 CLUSTER, MODEL = Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b")
@@ -121,3 +130,17 @@ def test_modern_clusters_choose_shape_and_variant(sharding):
     plan.validate()
     assert plan.hash == plan_adaptive(lengths, cost).hash and plan.planner == "adaptive"
     assert (peak_memory(plan, cost) <= cost.budget_bytes).all()
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+@pytest.mark.parametrize("source", ["wikipedia", "commoncrawl"])
+def test_no_plan_of_a_degree_is_below_what_its_work_takes(sharding, source):
+    cost = CostModel(Cluster.parse("2x4xH100"), ModelSpec.load("qwen3-0.6b"), None, sharding)
+    lengths = sample(source, 150, seed=5, max_length=60_000)
+    least, problems = least_ns_of_degrees(lengths, cost), fitting_problems(lengths, cost)
+    for answer in uniform_answers(problems, sorted(least)):
+        plan = with_layer_choices(answer.plan("test"), cost)
+        assert least[answer.degree] <= cost.plan_ns(plan) <= answer.ns
+    fastest = plan_adaptive(lengths, cost)
+    assert adaptive_and_static(lengths, cost, cost.plan_ns(fastest))[0] == fastest
+    assert adaptive_and_static(lengths, cost, min(least.values()) - 1) == []

@@ -8,9 +8,10 @@ from seqloom.cost import CostModel, GroupShape
 from seqloom.cost.plan_cost import round_times
 from seqloom.describe import Cluster, sample
 from seqloom.errors import SeqloomError
+from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.explain import cut_thresholds
-from seqloom.planners.zones import plan_zones
+from seqloom.planners.zones import plan_zones, planner
 from seqloom.planners.zones.fill import SingleRankPrices, ZonePrices, best_ranks, rank_times
 from seqloom.planners.zones.planner import fill_rounds, plan_of, split_lpt, split_sorted
 from seqloom.simulate.memory import peak_memory
@@ -151,3 +152,15 @@ def test_thresholds_follow_the_network():
     assert bounds[1].inter_pays is None or bounds[1].inter_pays > bounds[0].inter_pays
     held = NODES.capacity(NODES.policies[0])
     assert bounds[0].intra_forced is not None and bounds[0].intra_forced <= held * 105 // 100  # a step of the grid
+
+
+def test_rounds_of_a_tight_batch_are_filled_for_some_lighter_layers(monkeypatch):
+    """CommonCrawl lengths of 1.2 rounds under the checkpoint that recomputes least; a round has much to gather."""
+    cost = cost_model("8x8xH200", "llama3-8b", max_length=16_384, budget_gib=24)
+    drawn = sample("commoncrawl", 4_096, seed=0, max_length=16_384)
+    lengths = drawn[np.cumsum(drawn) <= cost.ranks * cost.capacity(cost.policies[0]) * 120 // 100]
+    plan = make_plan("zones", lengths, cost)
+    assert any(work.lighter_layers for current in plan.pipelines[0].rounds for work in current.by_stage)
+    assert peak_memory(plan, cost).max() <= cost.budget_bytes
+    monkeypatch.setattr(planner, "mixtures", lambda holding: [])
+    assert cost.plan_ns(plan) < 0.99 * cost.plan_ns(make_plan("zones", lengths, cost))

@@ -266,12 +266,16 @@ class Candidates:
         self.best = np.minimum(self.best, self.times[-1])
 
     def _time(self, sample: np.ndarray, strategy: Strategy, switch: int, best: int) -> int:
-        """ns of a sample and the switch; the lower bound if that is above the best time so far."""
+        """ns of a sample and the switch; the lower bound if that is above the best time so far.
+
+        A strategy that is far behind the best one is not searched further.
+        """
         if strategy.max_tokens < sample[0]:
             return NEVER
         problem = problem_of(sample, strategy, self.costs)
         bound = lower_bound(problem) + switch
-        return bound if bound >= best else assign(problem, np.arange(len(sample)), switch_ns=switch).ns
+        beat = None if best >= NEVER else best - switch
+        return bound if bound >= best else assign(problem, np.arange(len(sample)), switch_ns=switch, beat=beat).ns
 
     def fastest(self, most: int) -> tuple[Strategy, ...]:
         """The fastest strategies on the first sample."""

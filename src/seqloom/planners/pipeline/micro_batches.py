@@ -174,8 +174,8 @@ def _pack(
             packs = packs.with_empty(1)
         if shape not in ranks:
             ranks[shape] = np.add.outer(offsets, range(degree))
-        ready = packs.load[:, ranks[shape]].max(axis=2)
-        closed = packs.held[:, ranks[shape]].max(axis=2) + tokens > max_tokens
+        ready = _most_of_blocks(packs.load, ranks[shape])
+        closed = _most_of_blocks(packs.held, ranks[shape]) + tokens > max_tokens
         closed[:in_pieces] |= ready[:in_pieces] + time > target_ns
         number, place = divmod(int(np.where(closed, NEVER, ready).argmin()), len(offsets))
         if closed[number, place]:
@@ -186,6 +186,11 @@ def _pack(
         packs.held[number, at : at + degree] += tokens
         packs.documents[number].setdefault((shape, at), []).append(k)
     return packs
+
+
+def _most_of_blocks(values: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """int64[micro-batches, offsets]: the most of any of int64[offsets, degree] ranks; not a copy for single ranks."""
+    return values if ranks.shape == (values.shape[1], 1) else values[:, ranks].max(axis=2)
 
 
 def _groups(costs: DocumentCosts, documents: dict[tuple[int, int], list[int]]) -> StageGroups:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -248,6 +248,7 @@ class ActivationMemory:
         self._bytes = UnitMemory(*columns)  # float64[policies, stages, micro-batches] each
         self._lists = columns.tolist()
         self._kv_lists = [column.tolist() for column in costs.kv_bytes]
+        self._units: dict[tuple[int, int, int], UnitMemory] = {}  # of a policy, stage and micro-batch, on first use
 
     @cached_property
     def _total_ns(self) -> list[list[list[int]]]:
@@ -322,8 +323,11 @@ class ActivationMemory:
 
         def unit_of(action: Action) -> UnitMemory:
             s, u = action.stage, action.round or 0
-            policy = chosen[s][u]
-            return UnitMemory(*(kind[policy][s][u] for kind in self._lists), *(kv[s][u] for kv in self._kv_lists))
+            key = (policy := chosen[s][u]), s, u
+            if key not in self._units:
+                kinds = (kind[policy][s][u] for kind in self._lists), (kv[s][u] for kv in self._kv_lists)
+                self._units[key] = UnitMemory(*chain(*kinds))
+            return self._units[key]
 
         return memory_walk(row, unit_of)
 
