@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
+from seqloom.cost.memory import pipeline_limits
 from seqloom.errors import SeqloomError
-from seqloom.plan import Method
+from seqloom.plan import Checkpoint, Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.published import balanced, megatron, rivals
+from seqloom.planners.pipeline.stage_layout import StageLayout
+from seqloom.planners.published import balanced, chunkflow, megatron, rivals
 from seqloom.planners.published.rivals import capacities
 from seqloom.planners.registry import PLANNERS, PublishedClaim
+from seqloom.simulate import simulate
 
 COST = cost_model("2x8xA800", "llama-7b", capacity=2_000)
 ODD = cost_model("3x4xH100", "llama-7b", capacity=2_000)
@@ -43,7 +46,7 @@ def test_plans_are_valid_and_the_same_again(name, cost):
         plan = make_plan(name, lengths, cost)
         assert plan.planner == name and plan.documents == tuple(lengths.tolist())
         assert plan.hash == make_plan(name, lengths, cost).hash
-        assert cost.plan_ns(plan) > 0
+        assert simulate(plan, cost).step_ns > 0
 
 
 CLAIMS = {name: spec.claim for name, spec in PLANNERS.items() if spec.claim}
@@ -57,7 +60,7 @@ def test_each_has_a_claim():
 def test_what_no_gpu_holds_is_refused(name):
     with pytest.raises(SeqloomError, match="--max-length"):
         make_plan(name, np.array([10**8]), COST)
-    if name == "verl":  # its groups are Ulysses, for which that profile has constants
+    if name in ("verl", "chunkflow"):  # their groups are Ulysses, for which that profile has constants
         return
     additive = cost_model("1x8xA100-40G", "gpt-7b", profile="flexsp-a100")
     with pytest.raises(SeqloomError, match="no constants for a group of ulysses 1 x ring"):
@@ -231,6 +234,34 @@ def test_groups_have_one_size_and_hold_every_document_once(name):
     for group in groups_of(plan):
         assert group.ranks[0] % len(group.ranks) == 0 and group.ranks[-1] - group.ranks[0] == len(group.ranks) - 1
     assert sorted(span.document for group in groups_of(plan) for span in group.spans) == list(range(60))
+
+
+# ChunkFlow.
+
+
+def test_chunkflow_by_hand():
+    # the 25 in chunks of 10, 10 and 5; of the others, longest first, 7 and 3 fill a chunk, and 6 begins another
+    spans = [[[(span.document, span.tokens) for span in part] for part in chain] for chain in chunked(6, 25, 3, 7)]
+    assert spans == [[[(1, 10)], [(1, 10)], [(1, 5)]], [[(3, 7), (2, 3)]], [[(0, 6)]]]
+
+
+def chunked(*lengths):
+    return chunkflow.chunked(tokens(*lengths), 10)
+
+
+def test_chunkflow_keeps_the_last_chunks_of_a_document_and_forwards_the_others_again():
+    cost = cost_model("1x4xH100", "llama-3b", max_length=40_000)
+    layout = StageLayout.of(cost, 2)
+    limits = pipeline_limits(cost, layout.ranges_by_pp_rank, layout.shard_group_size(cost))
+    lengths, peaks = tokens(32_000, 4_000, 3_000), []
+    for kept in (1, 2, None):
+        plan = chunkflow.chunk_plan(lengths, cost, layout, limits, 8_000, kept)
+        stored = [
+            work.checkpoint == Checkpoint.NONE for work in (each.by_stage[0] for each in plan.pipelines[0].rounds)
+        ]
+        assert stored == [kept is None or number >= 4 - kept for number in range(4)] + [True]
+        peaks.append(int(simulate(plan, cost).peak_memory.max()))
+    assert peaks == sorted(set(peaks))
 
 
 # Claims.
