@@ -5,9 +5,10 @@ Published: a document longer than the chunk size is cut into chunks of it, short
 their activations; the others are forwarded again in front of their backward, so memory grows with K chunks and not with
 the longest document. 1F1B orders the chunks; chunk size and K come from a grid search.
 
-Our reading: chunks of the longest documents come first; a stage's ranks share every chunk by Ulysses, with a ring
-around it where heads or the cluster want one; chunk sizes are powers of two from 1K tokens to what a stage holds, K is
-1, 2, 4 or all. The fastest plan whose simulated memory fits counts, per batch where the authors tune once per run.
+Our reading: chunks of the longest documents come first (in the paper's example that leaves a bubble of 42.9 % in place
+of its 47.8 %, which favours the rival); a stage's ranks share every chunk by Ulysses, with a ring around it where heads
+or the cluster want one; chunk sizes are powers of two from 1K tokens to what a stage holds, K is all, 4, 2 or 1. The
+fastest plan whose simulated memory fits counts, per batch where the authors tune once per run.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ LEAST_CHUNK = 1024
 """Tokens of the smallest chunk that is tried."""
 MOST_CHUNKS = 4096
 """Of a batch: smaller chunks are not tried."""
-KEPT = (1, 2, 4, None)
-"""Chunks of a document that keep their activations; None: all."""
+KEPT = (None, 4, 2, 1)
+"""Chunks of a document that keep their activations, the fastest first; None: all."""
 Chains = list[list[tuple[Span, ...]]]
 """Chunk after chunk of long documents and, one each, packs of short ones."""
 
@@ -59,7 +60,7 @@ def plan_chunkflow(lengths: np.ndarray, cost: CostModel, *, stages: int | None =
 
 
 def _tried(lengths: np.ndarray, cost: CostModel, layout: StageLayout) -> Iterator[tuple[int, Plan]]:
-    """(ns, plan) of every chunk size and number of kept chunks that fits."""
+    """(ns, plan) of every chunk size, with as many kept chunks as fit."""
     try:
         limits = pipeline_limits(cost, layout.ranges_by_pp_rank, layout.shard_group_size(cost))
     except MemoryBudgetError:
@@ -74,6 +75,7 @@ def _tried(lengths: np.ndarray, cost: CostModel, layout: StageLayout) -> Iterato
             found = simulate(plan, cost)
             if found.peak_memory.max() <= cost.budget_bytes:
                 yield found.step_ns, plan
+                break
         if size >= lengths.max():
             return
         size *= 2

@@ -19,6 +19,7 @@ from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.planners.published import balanced, chunkflow, megatron, rivals
 from seqloom.planners.published.rivals import capacities
 from seqloom.planners.registry import PLANNERS, PublishedClaim
+from seqloom.schedules import Times, build_schedule, simulate_schedule
 from seqloom.simulate import simulate
 
 COST = cost_model("2x8xA800", "llama-7b", capacity=2_000)
@@ -243,6 +244,20 @@ def test_chunkflow_by_hand():
     # the 25 in chunks of 10, 10 and 5; of the others, longest first, 7 and 3 fill a chunk, and 6 begins another
     spans = [[[(span.document, span.tokens) for span in part] for part in chain] for chain in chunked(6, 25, 3, 7)]
     assert spans == [[[(1, 10)], [(1, 10)], [(1, 5)]], [[(3, 7), (2, 3)]], [[(0, 6)]]]
+
+
+def test_chunkflow_by_the_papers_example():
+    """Documents of 1, 1, 2 and 4 units on four stages: 57.1 % bubble whole, 47.8 % in chunks of 2 that are all kept."""
+    whole = build_schedule("1f1b", 4, 4)
+    times = np.tile([4, 2, 1, 1], (4, 1))
+    assert simulate_schedule(whole, Times(times, times, times)).bubble == pytest.approx(0.571, abs=5e-4)
+    chains = [len(chain) for chain in chunkflow.chunked(tokens(1, 1, 2, 4), 2)]
+    assert chains == [2, 1, 1]
+    bubbles = []
+    for order in (chains[::-1], chains):  # the paper's order; longest first, as here, is equal chunks without a chain
+        made = build_schedule("seq1f1b", 4, len(order), order, 1)
+        bubbles.append(simulate_schedule(made, Times.uniform(made)).bubble)
+    assert bubbles == pytest.approx([0.478, 0.4286], abs=5e-4)
 
 
 def chunked(*lengths):
