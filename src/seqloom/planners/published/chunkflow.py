@@ -45,9 +45,18 @@ Chains = list[list[tuple[Span, ...]]]
 def plan_chunkflow(lengths: np.ndarray, cost: CostModel, *, stages: int | None = None) -> Plan:
     """Plan a batch, int64[n] tokens, in chunks of equal tokens; without ``stages`` the best of 2, 4 and 8 counts."""
     array = Batch.of(lengths).lengths
-    options = (
-        [n for n in USUAL_STAGES if cost.ranks % n == 0 and n <= cost.model.layers] if stages is None else [stages]
-    )
+    if not cost.model.causal:
+        raise SeqloomError(
+            f"planner chunkflow for {cost.model.name}, which is not causal: tokens of a chunk would see later chunks, "
+            "whose keys do not exist yet; choose a planner of whole documents, for example flex"
+        )
+    usual = [n for n in USUAL_STAGES if cost.ranks % n == 0 and n <= cost.model.layers]
+    options = usual if stages is None else [stages]
+    if not options:
+        raise SeqloomError(
+            f"{cost.ranks} ranks and {cost.model.layers} layers cannot be cut into 2, 4 or 8 stages; give their number "
+            "(chunkflow:3), or choose a planner without stages"
+        )
     plans = [plan for count in options for plan in _tried(array, cost, StageLayout.of(cost, count))]
     if not plans:
         longest = int(array.max())

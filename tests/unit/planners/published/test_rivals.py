@@ -1,6 +1,7 @@
 """Rivals: valid plans, small cases by hand, and what their publications promise."""
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from seqloom.api import cost_model
 from seqloom.cost.memory import pipeline_limits
+from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
@@ -244,6 +246,19 @@ def test_chunkflow_by_hand():
     # the 25 in chunks of 10, 10 and 5; of the others, longest first, 7 and 3 fill a chunk, and 6 begins another
     spans = [[[(span.document, span.tokens) for span in part] for part in chain] for chain in chunked(6, 25, 3, 7)]
     assert spans == [[[(1, 10)], [(1, 10)], [(1, 5)]], [[(3, 7), (2, 3)]], [[(0, 6)]]]
+
+
+def test_chunkflow_refuses_models_whose_tokens_see_later_ones():
+    encoder = replace(ModelSpec.load("qwen2.5-0.5b"), causal=False)
+    with pytest.raises(SeqloomError, match="is not causal: tokens of a chunk would see later chunks"):
+        make_plan("chunkflow", tokens(500, 100), cost_model("1x4xH100", encoder))
+
+
+def test_chunkflow_asks_for_a_number_of_stages_where_the_usual_ones_do_not_divide_the_ranks():
+    cost = cost_model("1x3xH100", "qwen2.5-0.5b")
+    with pytest.raises(SeqloomError, match="cannot be cut into 2, 4 or 8 stages"):
+        make_plan("chunkflow", tokens(500, 100), cost)
+    assert len(make_plan("chunkflow:3", tokens(500, 100), cost).pipelines[0].stages) == 3
 
 
 def test_chunkflow_by_the_papers_example():
