@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import Check, K, options, progress, show, show_checks
-from pipeline_rivals import fixed_chunks
 from record import commit, write
 from tail_prices import HOSTS, PLENTY_GIB, budget, ideal_ns, lengths_of, priced
 
@@ -28,6 +27,7 @@ from seqloom.plan import ActionKind, Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.pipeline import plan_pipeline
 from seqloom.planners.pipeline.stage_layout import StageLayout
+from seqloom.planners.published.chunkflow import chunk_plan
 from seqloom.simulate import simulate
 
 SEEDS = 24
@@ -75,7 +75,7 @@ def plans(lengths: np.ndarray, quick: bool) -> dict[str, Figures]:
     }
     rivals = {name: plan_pipeline(lengths, plenty, stages=HOSTS, **given) for name, given in made.items()}
     for size in (4 * K, 8 * K):
-        rivals[f"fixed chunks of {size // K}K"] = fixed_chunks(lengths, plenty, layout, limits, size)
+        rivals[f"fixed chunks of {size // K}K"] = chunk_plan(lengths, plenty, layout, limits, size)
     found = {name: figures(plan, plenty, 0.0) for name, plan in rivals.items()}
     for memory in OURS[-1:] if quick else OURS:
         for percent in range(100, 90, -1):

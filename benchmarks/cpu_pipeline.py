@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from cpu_ranks import Say, rank_options, start
 from pipeline_report import Report
-from pipeline_rivals import fixed_chunks
 
 from seqloom.cost import CostModel
 from seqloom.cost.memory import pipeline_limits
@@ -28,6 +27,7 @@ from seqloom.dist import TorchTransport
 from seqloom.plan import Plan
 from seqloom.planners.pipeline import plan_pipeline
 from seqloom.planners.pipeline.stage_layout import StageLayout
+from seqloom.planners.published.chunkflow import chunk_plan
 from seqloom.profiling.calibration import Calibrator, StepTimer
 from seqloom.simulate import simulate
 
@@ -52,7 +52,7 @@ def plans_of(lengths: np.ndarray, cost: CostModel, stages: int) -> dict[str, Pla
     longest = int(lengths.max())
     sides = {"1f1b": {"schedule": "1f1b"}, "seq1f1b": {"schedule": "seq1f1b", "pieces": 4}, "auto": {}}
     plans = {name: plan_pipeline(lengths, cost, stages=stages, **given) for name, given in sides.items()}
-    return plans | {"chunks": fixed_chunks(lengths, cost, layout, limits, longest // 8)}
+    return plans | {"chunks": chunk_plan(lengths, cost, layout, limits, longest // 8)}
 
 
 def busy(timer: StepTimer) -> list[float]:

@@ -114,6 +114,11 @@ def hbp(found: Figures) -> Iterator[Figure]:
             yield Figure(f"the first, {side}: {name.upper()}", share, even[side][name], even["flex"][name])
 
 
+def megatron(found: Figures) -> Iterator[Figure]:
+    for row in found["rows"]:
+        yield Figure(f"{row['gpus']} GPUs", row["published"], row["dev"], row["auto"])
+
+
 def zeppelin(found: Figures) -> Iterator[Figure]:
     parts: dict[str, Callable[[Figures], bool]] = {"all cells": lambda _: True}
     parts |= {f"cluster {name}": lambda cell, name=name: cell["cluster"] == name for name in found["clusters"]}

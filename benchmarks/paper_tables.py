@@ -58,5 +58,6 @@ TABLES = {
     "usp-costs": Table("bench_usp_costs", "USP, its memory and cost tables", read.usp_costs, 0.20),
     "seq1f1b": Table("bench_seq1f1b", "Seq1F1B, throughput and memory of 18 settings", read.seq1f1b, 0.20),
     "hbp": Table("bench_hbp", "HBP, times as fast as plain packing; evenness", read.hbp, 0.10),
+    "megatron": Table("bench_megatron", "Megatron dynamic CP, times as fast as static packing", read.megatron, 0.20),
     "zeppelin": Table("bench_zeppelin", "Zeppelin, times as fast as TE CP: average, ablation", read.zeppelin, 0.20),
 }

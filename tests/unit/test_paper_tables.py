@@ -63,3 +63,11 @@ def test_state_and_traffic_are_the_published_formulas_but_for_what_the_head_says
     assert zero_3.published == tensor.published == plain.published / 8
     ulysses, other, share = traffic_rows("llama3-8b", 5.0)  # 4 for queries and outputs, 1 for a quarter of the keys
     assert (ulysses.simulated, other.simulated, share.simulated) == (5.0, 8.0, 5 / 64)
+
+
+def test_static_packing_deals_packs_in_order_of_arrival_to_groups_of_four():
+    from bench_megatron import static_rounds
+
+    rounds = static_rounds(np.array([8000, 192, 1, 8192, 100]), 8)
+    places = [[(group.ranks, group.documents) for group in each] for each in rounds]
+    assert places == [[((0, 1, 2, 3), [0, 1]), ((4, 5, 6, 7), [2])], [((0, 1, 2, 3), [3]), ((4, 5, 6, 7), [4])]]

@@ -161,6 +161,15 @@ _TABLE = (
         claim=PublishedClaim(remark="no speed-up of its own was published"),
     ),
     PlannerSpec(
+        "chunkflow",
+        "planners.published.chunkflow:plan_chunkflow",
+        option="stages",
+        makes_stages=True,
+        rival=True,
+        by_speed=False,
+        claim=PublishedClaim(remark="published up to 4.53x over Megatron-LM, without its settings"),
+    ),
+    PlannerSpec(
         "zeppelin",
         "planners.published.zeppelin:plan_zeppelin",
         rival=True,
@@ -197,9 +206,9 @@ def parse_planner(name: str) -> tuple[PlannerSpec, dict[str, Any]]:
     if not colon:
         return spec, {}
     if not spec.option or not number.isdecimal() or int(number) < 1:
-        takers = " and ".join(other.name for other in _TABLE if other.option)
+        *takers, last = (other.name for other in _TABLE if other.option)
         raise SeqloomError(
-            f"planner {name!r}: only {takers} take an option, a degree or a number of stages, "
+            f"planner {name!r}: only {', '.join(takers)} and {last} take an option, a degree or a number of stages, "
             "for example static:64 or pipeline:4"
         )
     return spec, {spec.option: int(number)}

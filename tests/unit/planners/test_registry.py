@@ -38,14 +38,14 @@ def test_static_takes_a_degree():
     ["flex:8", "static:", "pipeline:0", "pipeline:two", "static:zero", "static:0", "static:-2", "auto:1", "static:1.5"],
 )
 def test_other_options_are_refused(name):
-    with pytest.raises(SeqloomError, match="only static and pipeline take an option"):
+    with pytest.raises(SeqloomError, match="only static, pipeline and chunkflow take an option"):
         parse_planner(name)
 
 
 def test_every_row_of_the_table_loads():
     assert all(callable(spec.load()) and spec.name == name for name, spec in PLANNERS.items())
     dynamic = ("hybrid-dp", "megatron", "megatron-hybrid")
-    assert list(RIVALS) == ["te-cp", "llama-cp", *dynamic, "wlb-llm", "skrull", "verl", "zeppelin"]
+    assert list(RIVALS) == ["te-cp", "llama-cp", *dynamic, "wlb-llm", "skrull", "verl", "chunkflow", "zeppelin"]
 
 
 def test_the_former_name_is_refused_with_the_new_one():

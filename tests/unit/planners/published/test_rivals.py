@@ -1,6 +1,7 @@
 """Rivals: valid plans, small cases by hand, and what their publications promise."""
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -11,12 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
+from seqloom.cost.memory import pipeline_limits
+from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Method
+from seqloom.plan import Checkpoint, Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.published import balanced, megatron, rivals
+from seqloom.planners.pipeline.stage_layout import StageLayout
+from seqloom.planners.published import balanced, chunkflow, megatron, rivals
 from seqloom.planners.published.rivals import capacities
 from seqloom.planners.registry import PLANNERS, PublishedClaim
+from seqloom.schedules import Times, build_schedule, simulate_schedule
+from seqloom.simulate import simulate
 
 COST = cost_model("2x8xA800", "llama-7b", capacity=2_000)
 ODD = cost_model("3x4xH100", "llama-7b", capacity=2_000)
@@ -43,7 +49,7 @@ def test_plans_are_valid_and_the_same_again(name, cost):
         plan = make_plan(name, lengths, cost)
         assert plan.planner == name and plan.documents == tuple(lengths.tolist())
         assert plan.hash == make_plan(name, lengths, cost).hash
-        assert cost.plan_ns(plan) > 0
+        assert simulate(plan, cost).step_ns > 0
 
 
 CLAIMS = {name: spec.claim for name, spec in PLANNERS.items() if spec.claim}
@@ -57,7 +63,7 @@ def test_each_has_a_claim():
 def test_what_no_gpu_holds_is_refused(name):
     with pytest.raises(SeqloomError, match="--max-length"):
         make_plan(name, np.array([10**8]), COST)
-    if name == "verl":  # its groups are Ulysses, for which that profile has constants
+    if name in ("verl", "chunkflow"):  # their groups are Ulysses, for which that profile has constants
         return
     additive = cost_model("1x8xA100-40G", "gpt-7b", profile="flexsp-a100")
     with pytest.raises(SeqloomError, match="no constants for a group of ulysses 1 x ring"):
@@ -231,6 +237,61 @@ def test_groups_have_one_size_and_hold_every_document_once(name):
     for group in groups_of(plan):
         assert group.ranks[0] % len(group.ranks) == 0 and group.ranks[-1] - group.ranks[0] == len(group.ranks) - 1
     assert sorted(span.document for group in groups_of(plan) for span in group.spans) == list(range(60))
+
+
+# ChunkFlow.
+
+
+def test_chunkflow_by_hand():
+    # the 25 in chunks of 10, 10 and 5; of the others, longest first, 7 and 3 fill a chunk, and 6 begins another
+    spans = [[[(span.document, span.tokens) for span in part] for part in chain] for chain in chunked(6, 25, 3, 7)]
+    assert spans == [[[(1, 10)], [(1, 10)], [(1, 5)]], [[(3, 7), (2, 3)]], [[(0, 6)]]]
+
+
+def test_chunkflow_refuses_models_whose_tokens_see_later_ones():
+    encoder = replace(ModelSpec.load("qwen2.5-0.5b"), causal=False)
+    with pytest.raises(SeqloomError, match="is not causal: tokens of a chunk would see later chunks"):
+        make_plan("chunkflow", tokens(500, 100), cost_model("1x4xH100", encoder))
+
+
+def test_chunkflow_asks_for_a_number_of_stages_where_the_usual_ones_do_not_divide_the_ranks():
+    cost = cost_model("1x3xH100", "qwen2.5-0.5b")
+    with pytest.raises(SeqloomError, match="cannot be cut into 2, 4 or 8 stages"):
+        make_plan("chunkflow", tokens(500, 100), cost)
+    assert len(make_plan("chunkflow:3", tokens(500, 100), cost).pipelines[0].stages) == 3
+
+
+def test_chunkflow_by_the_papers_example():
+    """Documents of 1, 1, 2 and 4 units on four stages: 57.1 % bubble whole, 47.8 % in chunks of 2 that are all kept."""
+    whole = build_schedule("1f1b", 4, 4)
+    times = np.tile([4, 2, 1, 1], (4, 1))
+    assert simulate_schedule(whole, Times(times, times, times)).bubble == pytest.approx(0.571, abs=5e-4)
+    chains = [len(chain) for chain in chunkflow.chunked(tokens(1, 1, 2, 4), 2)]
+    assert chains == [2, 1, 1]
+    bubbles = []
+    for order in (chains[::-1], chains):  # the paper's order; longest first, as here, is equal chunks without a chain
+        made = build_schedule("seq1f1b", 4, len(order), order, 1)
+        bubbles.append(simulate_schedule(made, Times.uniform(made)).bubble)
+    assert bubbles == pytest.approx([0.478, 0.4286], abs=5e-4)
+
+
+def chunked(*lengths):
+    return chunkflow.chunked(tokens(*lengths), 10)
+
+
+def test_chunkflow_keeps_the_last_chunks_of_a_document_and_forwards_the_others_again():
+    cost = cost_model("1x4xH100", "llama-3b", max_length=40_000)
+    layout = StageLayout.of(cost, 2)
+    limits = pipeline_limits(cost, layout.ranges_by_pp_rank, layout.shard_group_size(cost))
+    lengths, peaks = tokens(32_000, 4_000, 3_000), []
+    for kept in (1, 2, None):
+        plan = chunkflow.chunk_plan(lengths, cost, layout, limits, 8_000, kept)
+        stored = [
+            work.checkpoint == Checkpoint.NONE for work in (each.by_stage[0] for each in plan.pipelines[0].rounds)
+        ]
+        assert stored == [kept is None or number >= 4 - kept for number in range(4)] + [True]
+        peaks.append(int(simulate(plan, cost).peak_memory.max()))
+    assert peaks == sorted(set(peaks))
 
 
 # Claims.
