@@ -1,10 +1,13 @@
-"""Draws docs/report.png, the report in the README: the same batch under three planners, as a browser shows it.
+"""Draws docs/report.png, the report in the README, and docs/reports/*.png, the reports of docs/report.md.
 
     python docs/report_picture.py
 
-The input is fixed: a sampler with a seed, so the figures are the same on any machine. Needs Chromium.
+The README's is the same batch under three planners: a sampler with a seed, so the figures are the same on any machine.
+Those of the page are the heads of five commands' reports, as a browser shows them. Needs Chromium.
 """
 
+import shlex
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -18,6 +21,18 @@ from seqloom.cli.shared import Source, Workload, save_report  # noqa: E402
 from support.chromium import Chromium  # noqa: E402
 
 LONGEST, SEQUENCES, WIDTH, HEIGHT = 131_072, 512, 1200, 900
+_PLACE = "--cluster 2x8xH200 --model llama3-8b"
+_LENGTHS = "--lengths commoncrawl --max-length 131072 --batch-size 128"
+_TINY = "--set run.output=run --set run.steps=6 --set data.sequences=4 --set evaluation.every=0"
+COMMANDS = {
+    "plan": f"plan {_LENGTHS} {_PLACE} --out plan.json --html plan.html --json",
+    "compare": f"compare {_LENGTHS} {_PLACE} --planners static,flex,zones --html compare.html --json",
+    "simulate": "simulate plan.json --html simulate.html --json",
+    "train": f"train {DOCS.parent / 'recipes' / 'tiny-cpu.toml'} --ranks 2 {_TINY} --json",
+    "demo": "demo --no-train --html demo.html --json",
+}
+"""Commands that write a report, in the order in which they can run in one folder."""
+FILES = {name: f"{name}.html" for name in COMMANDS} | {"train": "run/report.html"}
 
 
 def draw(target: Path) -> dict[str, str]:
@@ -40,5 +55,17 @@ def draw(target: Path) -> dict[str, str]:
         return {"chosen": page.evaluate("document.querySelector('#step').dataset.name"), **shown}
 
 
+def draw_heads(target: Path) -> None:
+    """Run the five commands and write the head of each report, as wide as the README's."""
+    with tempfile.TemporaryDirectory() as folder, Chromium() as browser:
+        for name, command in COMMANDS.items():
+            words = [sys.executable, "-m", "seqloom", *shlex.split(command)]
+            subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            page = browser.open(Path(folder) / FILES[name], width=WIDTH, height=HEIGHT)
+            page.screenshot(target / f"{name}.png", height=HEIGHT)
+            page.close()
+
+
 if __name__ == "__main__":
     print(draw(DOCS / "report.png"))
+    draw_heads(DOCS / "reports")

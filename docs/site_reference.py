@@ -21,6 +21,7 @@ PACKAGES = {
     "seqloom.plan": "Plans",
     "seqloom.cost": "Costs",
     "seqloom.planners": "Planners",
+    "seqloom.packing": "Packing of data sets",
     "seqloom.simulate": "Simulation",
     "seqloom.schedules": "Schedules of pipelines",
     "seqloom.view": "Pictures and tables",
@@ -30,9 +31,16 @@ PACKAGES = {
     "seqloom.models": "Models",
     "seqloom.params": "Parameters",
     "seqloom.engine": "Steps",
+    "seqloom.train": "Training runs",
     "seqloom.integrations.transformers": "Hugging Face models",
+    "seqloom.integrations.balancing": "Balancing of other trainers",
+    "seqloom.integrations.log_probs": "Log-probabilities of completions",
+    "seqloom.integrations.lora": "Adapters",
+    "seqloom.integrations.megatron": "Megatron-Core",
+    "seqloom.integrations.trl": "TRL",
 }
-"""Packages whose public names (`__all__`) the reference of Python has, in the order of their layers."""
+"""Packages and modules whose public names the reference of Python has (`__all__`, or all that are defined there), in
+the order of their layers."""
 
 
 # ---- The command line, from typer
@@ -151,6 +159,32 @@ def attribute_docstrings(cls: type) -> dict[str, str]:
     return found
 
 
+# ---- Plan files, from the dataclasses that they are read into
+
+
+def plan_files() -> str:
+    """Return a section per kind of object in a plan file: its keys, their types, and when they are left out."""
+    from seqloom.layout import Layout, Route
+    from seqloom.plan import Group, Limits, Pipeline, Plan, Stage, StageMicroBatch
+
+    return "\n".join(map(_plan_object, (Plan, Limits, Pipeline, Stage, StageMicroBatch, Group, Route, Layout)))
+
+
+def _plan_object(kind: type) -> str:
+    from seqloom.plan.json import KEYS_OF_LIMITS, OPTIONAL
+
+    words, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
+    meanings = dict(re.findall(r"^    (\w+): ((?:.|\n(?=     ))+)", attributes, re.MULTILINE))
+    usual = OPTIONAL.get(kind, {}) | ({"made_for": None} if kind.__name__ == "Plan" else {})
+    lines = [f"## {kind.__name__}\n", words.strip(), "", "| key | type | left out where it is | |", "|---|---|---|---|"]
+    for field in fields(kind):
+        if field.init:
+            default = f"`{usual[field.name]}`" if field.name in usual else ""
+            key = KEYS_OF_LIMITS.get(field.name, field.name)
+            lines.append(f"| `{key}` | `{cell(str(field.type))}` | {default} | {cell(meanings.get(field.name, ''))} |")
+    return "\n".join(lines) + "\n"
+
+
 # ---- Python, by autodoc
 
 
@@ -171,10 +205,9 @@ def _package(name: str) -> str:
 def public_names(package: str) -> dict[str, Any]:
     """Return the public classes and functions of a package; of `seqloom` those that no other package has."""
     module, found = import_module(package), {}
-    for public in module.__all__:
+    own = [name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == package]
+    for public in getattr(module, "__all__", [name for name in own if not name.startswith("_")]):
         thing = getattr(module, public)
-        if isinstance(thing, types.ModuleType):  # seqloom.plan and seqloom.simulate, which can be called
-            thing = getattr(import_module("seqloom.api"), public)
         home = str(getattr(thing, "__module__", ""))
         elsewhere = package == "seqloom" and home.rpartition(".")[0] in PACKAGES and not home.startswith("seqloom.api")
         if (inspect.isclass(thing) or inspect.isfunction(thing)) and not (elsewhere and home.count(".") > 1):
@@ -190,5 +223,6 @@ def cell(text: str) -> str:
 MADE_FROM_CODE: dict[str, Callable[[], str]] = {
     "command line": command_line,
     "configuration": configuration,
+    "plan files": plan_files,
     "python": python_names,
 }

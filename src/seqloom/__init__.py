@@ -4,7 +4,7 @@
 
     plan = sl.plan(lengths, cluster="8x8xH200", model="llama3-8b")
     plan.validate()
-    simulation = sl.simulate(plan, cluster="8x8xH200", model="llama3-8b")
+    simulation = sl.simulate(plan)
 
 Public names are loaded when they are first used, so ``import seqloom`` costs next to nothing.
 """

@@ -16,17 +16,8 @@ from support.chromium import CTRL, Chromium, Page, chromium
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "browser"
-PLACE = "--cluster 2x8xH200 --model llama3-8b"
-LENGTHS = "--lengths commoncrawl --max-length 131072 --batch-size 128"
-TINY = "--set run.output=run --set run.steps=6 --set data.sequences=4 --set evaluation.every=0"
-COMMANDS = {
-    "plan": f"plan {LENGTHS} {PLACE} --out plan.json --html plan.html --json",
-    "compare": f"compare {LENGTHS} {PLACE} --planners static,flex,zones --html compare.html --json",
-    "simulate": f"simulate plan.json {PLACE} --html simulate.html --json",
-    "train": f"train {ROOT / 'recipes' / 'tiny-cpu.toml'} --ranks 2 {TINY} --json",
-    "demo": "demo --no-train --html demo.html --json",
-}
-FILES = {name: f"{name}.html" for name in COMMANDS} | {"train": "run/report.html"}
+PICTURES = runpy.run_path(str(ROOT / "docs" / "report_picture.py"))
+COMMANDS, FILES = PICTURES["COMMANDS"], PICTURES["FILES"]
 OPEN_S, MOST_BYTES = 3.0, 15e6
 """A report of 8,192 sequences on 1,024 GPUs opens in that time, and is no larger than that."""
 
@@ -267,8 +258,14 @@ def test_it_fits_and_can_be_read(made, opened, name, dark, width):
 
 
 def test_the_picture_of_the_readme_is_drawn(tmp_path):
-    drawn = runpy.run_path(str(ROOT / "docs" / "report_picture.py"))["draw"](tmp_path / "report.png")
+    drawn = PICTURES["draw"](tmp_path / "report.png")
     assert drawn == {"chosen": "flex", "step": "3.19 s", "above the bound": "1.1 %"}, "draw docs/report.png again"
+
+
+def test_the_page_shows_the_report_of_every_command():
+    page = (ROOT / "docs" / "report.md").read_text()
+    assert re.findall(r"\(reports/(\w+)\.png\)", page) == list(COMMANDS)
+    assert all((ROOT / "docs" / "reports" / f"{name}.png").stat().st_size > 10_000 for name in COMMANDS)
 
 
 def test_a_large_step_opens_at_once(tmp_path, seqloom_here, opened):
@@ -282,4 +279,4 @@ def test_a_large_step_opens_at_once(tmp_path, seqloom_here, opened):
     timing = "performance.timing.loadEventEnd - performance.timing.navigationStart"
     assert min(page.evaluate(timing) for page in pages) < 1e3 * OPEN_S
     pages[0].click("[data-step='0']")
-    pages[0].screenshot(SHOTS / "large.png")
+    pages[0].screenshot(SHOTS / "large.png", height=1200)

@@ -1,5 +1,6 @@
 """The site's reference has every option, key and name; its navigation has every page. `make docs` builds it."""
 
+import json
 import re
 import runpy
 import sys
@@ -10,6 +11,7 @@ from typing import get_type_hints
 import pytest
 from typer.main import get_command
 
+import seqloom
 from seqloom.cli import app
 from seqloom.train.config import Config
 
@@ -44,6 +46,19 @@ def test_every_key_of_a_config_with_its_meaning(settings):
         assert list(rows) == [field.name for field in fields(cls)]
     assert "| `rank` | whole number from 1 | `16` | Width of an adapter. |" in text
     assert '| `kind` | `"cosine"` or `"linear"` or `"constant"` | `cosine` |' in text
+
+
+def test_every_key_of_a_plan_file(settings):
+    named = set(re.findall(r"^\| `(\w+)` \|", made(settings, "plan files"), re.M)) | {"format", "version"}
+
+    def keys(value):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value if type(value) is list else ()):
+            yield from [key] if isinstance(value, dict) else []
+            yield from keys(inner) if key != "made_for" else ()
+
+    plan = seqloom.plan([9_000, 512, 700], cluster="1x4xH200", model="llama3-8b", planner="pipeline:2")
+    written = set(keys(json.loads(plan.to_json())))
+    assert "made_for" in written and "granule" in written and written <= named
 
 
 @pytest.mark.slow  # imports all packages

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from click import Context, HelpFormatter
 from typer.core import TyperGroup
 
 from seqloom.cli import (
@@ -40,7 +39,7 @@ INTERRUPTED = 130
 class _Verbs(TyperGroup):
     """The verbs, each with its whole first sentence in the help."""
 
-    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of verbs; long lines are wrapped, not cut."""
         verbs = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         with formatter.section("Commands"):

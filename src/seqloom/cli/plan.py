@@ -408,4 +408,5 @@ def _level_table(packing: Packing) -> Table:
             percent(share),
             f"[cyan]{bar(share, 10)}",
         )
+    table.caption, table.caption_justify = "shape u2r4: Ulysses degree 2 and a ring of 4", "left"
     return table

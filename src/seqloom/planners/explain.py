@@ -171,7 +171,7 @@ def _priced_documents(
         reason = next((name for name, holds in reasons.items() if holds), "not cheapest")
         zone = ZONES[group.order_key(cost.node_size)]
         key = PlacementKey(tokens.bit_length() - 1, zone, shape, remapped, reason)
-        other, other_ns = ("", None) if best is None else (str(shapes[best]), int(rank_ns[best, k]))
+        other, other_ns = ("", None) if best is None else (method_name(shapes[best]), int(rank_ns[best, k]))
         yield DocumentClass(key, 1, tokens, tokens, int(rank_ns[own, k]), int(rank_ns[0, k]), other, other_ns)
 
 

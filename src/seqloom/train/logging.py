@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import math
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -477,6 +478,15 @@ def open_display(stream: IO[str], steps: int, done: int = 0) -> _Display:
     return _LiveDisplay(Console(file=stream), steps, done)
 
 
+SHAPE_LEGEND = "t2p2 on 4: a pipeline with tensor degree 2 and 2 stages on 4 ranks; 3 of them: 3 of t2p2 on 4"
+_PLAIN_SHAPE = re.compile(r"t1p1 on \d+")
+"""One pipeline of one stage with whole weights: all ranks, as anybody expects."""
+
+
+def _shown_shape(record: StepRecord) -> str:
+    return "" if _PLAIN_SHAPE.fullmatch(record.shape) else record.shape
+
+
 def format_step(record: StepRecord) -> str:
     """Describe a step in one line: loss and throughput first, then the times, then how good the plan was."""
     predicted = "" if record.predicted_ms is None else f" (predicted {duration(record.predicted_ms * MS)})"
@@ -492,7 +502,7 @@ def format_step(record: StepRecord) -> str:
         "" if allocated is None or reserved is None else f"memory {allocated:.1f}/{reserved:.1f} GiB",
         "" if record.gap_to_bound is None else f"gap {percent(record.gap_to_bound)} %",
         "" if record.idle_share is None else f"idle {percent(record.idle_share)} %",
-        record.shape,
+        _shown_shape(record),
         f"{record.planner}, planner late" if record.planner and record.fallback else record.planner,
     ]
     return "  ".join(filter(None, phrases))
@@ -502,9 +512,12 @@ class _LineDisplay:
     """One line per step: for files, pipes and continuous integration."""
 
     def __init__(self, stream: IO[str], steps: int) -> None:
-        self._stream, self._steps = stream, steps
+        self._stream, self._steps, self._legend = stream, steps, SHAPE_LEGEND
 
     def step(self, record: StepRecord) -> None:
+        if self._legend and _shown_shape(record):
+            self.note(self._legend)
+            self._legend = ""
         self.note(f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {format_step(record)}")
 
     def note(self, text: str) -> None:

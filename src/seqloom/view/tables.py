@@ -30,7 +30,6 @@ BAR_CELLS = 20
 BESIDE_BARS = 44
 """Characters of a row of the histogram that are not bars: label, two numbers, and what stands between."""
 GROUPS_LEGEND = "groups: 2 of 4 are two groups of four ranks each"
-SHAPE_LEGEND = "u2r4: Ulysses degree 2, ring of 4; u2g4: keys and values are gathered in the place of the ring"
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 Figures = Mapping[str, Sequence[float]]
@@ -167,8 +166,6 @@ def explanation_table(explanation: Explanation) -> Table:
             one.next_best or "-",
             "-" if one.next_ns is None else milliseconds(one.next_ns),
         )
-    if any(one.next_best for one in explanation.classes):
-        table.caption, table.caption_justify = SHAPE_LEGEND, "left"
     return table
 
 

@@ -294,7 +294,7 @@ def test_a_budget_above_what_a_gpu_has_is_named(run):
 
 
 def test_processes_on_cpus_are_called_ranks(run, folder):
-    out = run("plan --lengths lengths.txt --cluster 1x4xCPU --model gpt2 --planner static --max-length 1024").out
+    out = run("plan --lengths lengths.txt --cluster 1x4xCPU --model llama3-8b --planner static --budget-gib 200").out
     assert "GiB per rank" in out and "GPU" not in out
 
 

@@ -411,3 +411,13 @@ def test_phases_of_the_start_are_shown_and_timed(monkeypatch):
     start.show("compiling kernels 2/4")
     assert stream.getvalue() == "start: connecting\nstart: compiling kernels\nstart: compiling kernels 2/4\n"
     assert start.summary() == "first step done 4.0 s after the rank's start: connecting 2.5, compiling kernels 0.5"
+
+
+def test_a_shape_is_shown_where_it_says_something_with_its_legend_once():
+    stream = io.StringIO()
+    display = open_display(stream, 3)
+    for step, shape in enumerate(("t1p1 on 8", "t2p2 on 4, 2 of t1p1 on 2", "t2p2 on 8"), 1):
+        display.step(record(step, shape=shape))
+    plain, legend, mixed, staged = stream.getvalue().splitlines()
+    assert "t1p1" not in plain and legend.startswith("t2p2 on 4: a pipeline with tensor degree 2 and 2 stages")
+    assert "t2p2 on 4, 2 of t1p1 on 2" in mixed and "t2p2 on 8" in staged
