@@ -1,4 +1,4 @@
-"""recipes/launch: every way to start several nodes, run in small; tests/cluster runs torchrun.sh, tests/plugins ray_train.py."""
+"""recipes/launch, started in small; tests/cluster runs torchrun.sh, and tests/plugins ray_train.py."""
 
 import os
 import subprocess
