@@ -1,9 +1,8 @@
-"""recipes/launch: every way to start several nodes, run in small; tests/cluster runs torchrun.sh."""
+"""recipes/launch, started in small; tests/cluster runs torchrun.sh, and tests/plugins ray_train.py."""
 
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -91,15 +90,6 @@ def test_a_thread_trains_in_a_process_group_of_its_host(fork_server, on_two_rank
     assert error.startswith("plan.cluster = '1x3xCPU' has 3 ranks, the run has 2")
     assert f"'final_loss': {on_two_ranks[-1]}" in summary and initialised == "True"
     assert losses(tmp_path / "run") == on_two_ranks
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("ray") is None, reason='no Ray here; pip install "ray[default,train]"')
-def test_ray_train_runs_the_script(on_two_ranks, tmp_path):
-    script = [sys.executable, str(LAUNCH / "ray_train.py"), RECIPE, "--workers", "2", *small_run(tmp_path / "run")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run") == pytest.approx(on_two_ranks, rel=1e-12)
 
 
 # ---- Kubernetes

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
+
+from support.pages import python_blocks
 
 pytestmark = [pytest.mark.plugins, pytest.mark.distributed]
 SCRIPT = Path(__file__).with_name("titan_run.py")
@@ -45,7 +48,7 @@ def test_planned_runs_are_the_plain_one(plain, ranks, words):
 
 def test_a_checkpoint_goes_on_with_the_next_step_although_rows_were_read_ahead():
     whole, resumed = run(2, "auto"), run(2, "auto", "--stop-after", "1")
-    assert resumed == pytest.approx(whole, rel=1e-12)
+    assert len(whole) == 3 and [*chain(*resumed)] == pytest.approx([*chain(*whole)], rel=1e-12)
 
 
 def test_what_is_refused():
@@ -61,3 +64,16 @@ def test_what_is_refused():
         "batches of the data loader with image",
     ):
         assert any(words in line for line in said), (words, said)
+
+
+def test_the_page_makes_a_config_that_is_accepted(tmp_path):
+    [block] = python_blocks(Path(__file__).parents[2] / "docs" / "how-to" / "torchtitan.md")
+    (tmp_path / "page.py").write_text(
+        f"{block}\nfrom seqloom.integrations.torchtitan import SeqloomTrainer, check_config, model_spec_of\n"
+        "config = llama3_planned()\ncheck_config(config)\n"
+        "spec = model_spec_of(config.model_spec.model, 'page')\n"
+        "print(isinstance(config, SeqloomTrainer.Config), spec.layers, spec.heads, spec.head_dim, spec.ffn)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "page.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    assert done.stdout.splitlines()[-1] == "True 6 16 16 768"

@@ -318,8 +318,10 @@ def _micro_batches(lengths: Sequence[int], capacity: int, ranks: int, least: int
         if most <= len(lengths)
         for grow in (split_largest, halve_largest, shorten_longest)
     ]
-    balanced = [largest_differencing(weights, count), _capped_longest_first(lengths, weights, capacity, count)]
-    found += [_without_empty(each, weights) for each in balanced if each is not None]
+    fewest = -(-max(-(-sum(lengths) // capacity), least) // multiple) * multiple
+    for parts in range(fewest, count + 1, multiple):
+        balanced = [largest_differencing(weights, parts), _capped_longest_first(lengths, weights, capacity, parts)]
+        found += [_without_empty(each, weights) for each in balanced if each is not None]
     found = [each for each in found if max(_loads(each, lengths)) <= capacity]
 
     def time(each: Parts) -> tuple[int, int, int]:

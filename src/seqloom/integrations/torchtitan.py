@@ -72,8 +72,8 @@ class PlannedAttention(Module):
             enable_gqa: whether there are fewer heads of keys; their number says it.
         """
         tokens = attention_masks.tokens
-        rows = [each[0, :tokens].contiguous() for each in (q_BLNH, k_BLNH, v_BLNH)]
-        out = attention(*rows, attention_masks, scale=scale)
+        q, k, v = (each[0, :tokens].contiguous() for each in (q_BLNH, k_BLNH, v_BLNH))
+        out = attention(q, k, v, attention_masks, scale=scale)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q_BLNH.shape[1] - tokens))[None]
 
 

@@ -1,9 +1,8 @@
 """verl's `rearrange_micro_batches`, by cost: none above the cap of tokens, and the same number on all ranks.
 
-    from seqloom.integrations.verl import rearrange_micro_batches
-    from verl.workers.engine import utils
+    from verl.utils import seqlen_balancing                # before verl's engines, which take the name from there
 
-    utils.rearrange_micro_batches = rearrange_micro_batches            # in the processes of the workers
+    seqlen_balancing.rearrange_micro_batches = rearrange_micro_batches
 
 Arguments and results are verl's own. Where `verl_partitions` of `integrations.balancing` divides a batch over ranks,
 this divides the share of one rank into micro-batches.
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from seqloom.errors import SeqloomError
-from seqloom.integrations.balancing import Work, attention_work, verl_micro_batches
+from seqloom.integrations.balancing import Work, attention_work, split_largest, verl_micro_batches
 
 
 def rearrange_micro_batches(
@@ -60,13 +59,11 @@ def rearrange_micro_batches(
     multiple = num_batches_divided_by or 1
 
     def packed(least: int) -> list[list[int]]:
-        options = {"min_num_micro_batch": least, "multiple": multiple, "work": lambda _: weights}
-        return verl_micro_batches(tokens, max_token_len, **options)
+        return verl_micro_batches(tokens, max_token_len, min_num_micro_batch=least, work=lambda _: weights)
 
     # All ranks learn of what one of them cannot do before any raises: the others would wait in the next collective.
-    alone = max(tokens) > max_token_len
-    least = 0 if alone else len(packed(min(min_num_micro_batch or 1, len(tokens))))
-    least, longest, most = max(least, min_num_micro_batch or 1), max(tokens), len(tokens)
+    first = [] if max(tokens) > max_token_len else packed(1)
+    least, longest, most = max(len(first), min_num_micro_batch or 1), max(tokens), len(tokens)
     if dp_group is not None and same_micro_num_in_dp and dist.is_initialized():
         least, longest, most = _of_all_ranks(least, longest, most, dp_group)
     least = -(-least // multiple) * multiple
@@ -76,6 +73,8 @@ def rearrange_micro_batches(
             f"micro-batches where a rank has {most} of them: raise max_token_len, or give the ranks more samples"
         )
     parts = packed(least)
+    if len(parts) > least:  # it packs more loosely then
+        parts = split_largest(first, tokens, least)
     if use_dynamic_bsz_balance:
         parts = parts[::2][::-1] + parts[1::2]
     found = [_samples(part, force_group_size) for part in parts]
@@ -86,7 +85,8 @@ def _of_all_ranks(least: int, longest: int, most: int, group: dist.ProcessGroup)
     """Return the most micro-batches that a rank needs, the longest unit, and the fewest units that a rank has."""
     from verl.utils.device import get_device_name
 
-    told = torch.tensor([least, longest, -most], device=get_device_name())
+    device = "cpu" if dist.get_backend(group) == "gloo" else get_device_name()
+    told = torch.tensor([least, longest, -most], device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
     least, longest, most = told.tolist()
     return least, longest, -most
