@@ -200,18 +200,8 @@ def _draw(
     from seqloom.view.format import duration
 
     typer.echo(shared.cost_line(run.setup.cost))
-    parameters = _parameters(run.setup.spec, trained)
-    share = 100 * parameters["trained"] / parameters["all"]
-    if trained is not None:
-        typer.echo(
-            f"frozen: {parameters['trained']:,} of {parameters['all']:,} parameters are trained ({share:.2g} %); "
-            "figures below count all as if they were, and are too high"
-        )
-    if run.setup.spec.adapters:
-        typer.echo(
-            f"adapters: {parameters['trained']:,} of {parameters['all']:,} parameters are trained ({share:.2g} %); the "
-            "frozen ones count without gradients and moments"
-        )
+    if trained is not None or run.setup.spec.adapters:
+        typer.echo(_trained_line(run.setup.spec, trained))
     typer.echo(f"training{', an epoch of the mixture' if run.sources else ''}: {_documents_line(run.training)}")
     taken = sum(each.taken_tokens for each in run.sources)
     for each in run.sources:
@@ -258,6 +248,16 @@ def _draw(
         typer.echo(f"hbp and first-fit choose the documents of a step themselves, {most}.")
     for note in notes:
         typer.echo(f"warning: {note}")
+
+
+def _trained_line(spec: ModelSpec, trained: int | None) -> str:
+    """Say how many parameters are trained: those of adapters, or those that `model.freeze` leaves."""
+    parameters = _parameters(spec, trained)
+    share = f"{100 * parameters['trained'] / parameters['all']:.2g} %"
+    counts = f"{parameters['trained']:,} of {parameters['all']:,} parameters are trained ({share})"
+    if trained is None:
+        return f"adapters: {counts}; the frozen ones count without gradients and moments"
+    return f"frozen: {counts}; figures below count all as if they were, and are too high"
 
 
 def _documents_line(count: DocumentCounts) -> str:
