@@ -83,7 +83,7 @@ def test_by_name_from_a_file_beside_the_config_or_a_module(tmp_path):
     names = Config.load(tmp_path / "run.toml").run.callbacks
     assert names == (f"{tmp_path / 'mine.py'}:Mine", "support.runs:Nothing")
     [mine, other] = load_callbacks([names[0], f"{EXAMPLE}:StopEarly"])
-    assert type(mine).__name__ == "Mine" and other.patience == 1
+    assert mine.__name__ == "Mine" and other().patience == 1
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,8 @@ def test_by_name_from_a_file_beside_the_config_or_a_module(tmp_path):
         ("nowhere.to_be:Found", r"cannot be made \(ModuleNotFoundError"),
         ("nowhere.py:Found", r"cannot be made \(FileNotFoundError"),
         ("support.runs:RecordingCallback", r"cannot be made \(TypeError.*a class without arguments"),
-        ("builtins:dict", r"'builtins:dict' is no subclass of seqloom.train.Callback"),
+        ("support.tiny_specs:TINY", r"cannot be made \(TypeError"),
+        ("collections:Counter", r"'collections:Counter' is no subclass of seqloom.train.Callback"),
     ],
 )
 def test_what_cannot_be_made(name, message):

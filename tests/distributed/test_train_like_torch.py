@@ -173,6 +173,17 @@ def test_checkpoints_hold_what_is_trained_and_a_run_resumes_on_other_ranks(seqlo
     assert own.keys() == state.keys() and all(value.equal(state[name]) for name, value in own.items())
 
 
+def test_check_says_how_many_parameters_are_trained(seqloom_here, place):
+    words = settings(place, "check", **FROZEN)
+    result = seqloom_here("check", place / "recipe.toml", *words, "--ranks", "2", "--batches", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    model = tiny_model("llama")
+    sizes = [(each.numel(), "layers.1" in name and "up_proj" not in name) for name, each in model.named_parameters()]
+    head = 0 if model.config.tie_word_embeddings else model.lm_head.weight.numel()
+    trained = sum(size for size, learns in sizes if learns) + head
+    assert json.loads(result.stdout)["parameters"] == {"all": sum(size for size, _ in sizes), "trained": trained}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

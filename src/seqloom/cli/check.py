@@ -62,7 +62,7 @@ def check(
     loaded = Config.load(config, overrides or [])
     show = partial(typer.echo, err=True)
     run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches, _describe, show)
-    _check_model(loaded, run)
+    trained = _check_model(loaded, run)
     with shared.planning_progress(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
         planned = predict_steps(run, progress)
     notes = find_warnings(run, planned[0])
@@ -71,8 +71,8 @@ def check(
     offloaded = OffloadedSteps.of(steps, cost), OffloadedOptimiser.of(steps, cost)
     shared.report(
         json,
-        lambda: _as_dict(run, planned, packings, offloaded, notes),
-        lambda console: _draw(console, run, planned, packings, offloaded, notes),
+        lambda: _as_dict(run, planned, packings, offloaded, notes, trained),
+        lambda console: _draw(console, run, planned, packings, offloaded, notes, trained),
     )
 
 
@@ -89,16 +89,17 @@ def _describe(config: Config) -> ModelSpec:
     return load_model_spec(config) if folder is None else shared.load_model(folder)
 
 
-def _check_model(config: Config, run: RunCheck) -> None:
+def _check_model(config: Config, run: RunCheck) -> int | None:
     """Refuse what the run would refuse of its model: layers, files of parameters, a checkpoint of another model.
 
-    Loads no weights, and not even torch where the shapes of the model say all of it.
+    Loads no weights, and not even torch where the shapes of the model say all of it. Returns how many parameters
+    `model.freeze` leaves to train; None: it names none.
     """
     model, resumed = config.model, run.resumed
     biased = config.optimiser.expert_bias_rate > 0
-    needs_layers = biased or resumed is not None or model.float8 or model.compile
+    needs_layers = biased or bool(model.freeze) or resumed is not None or model.float8 or model.compile
     if model.huggingface is None and model.parameters is None and not needs_layers:
-        return
+        return None
     import_extra("checking the model of this run", "train,hf" if model.huggingface else "train", "torch")
     import torch
 
@@ -118,6 +119,9 @@ def _check_model(config: Config, run: RunCheck) -> None:
     check_expert_bias(adapter, config.optimiser)
     if resumed is not None:
         resumed[1].check(resumed[0], {"model": state_shapes(adapter, config.optimiser)})
+    if not model.freeze:
+        return None
+    return sum(each.numel() for each in adapter.module.parameters() if each.requires_grad)
 
 
 def _as_dict(
@@ -126,13 +130,14 @@ def _as_dict(
     packings: PackingComparison,
     offloaded: Offloaded,
     notes: list[str],
+    trained: int | None,
 ) -> dict[str, Any]:
     """Return data, run, figures of every planner as lists over the batches, and packings, by JSON keys."""
     return {
         **shared.cost_dict(run.setup.cost),
         "ranks": run.setup.cost.ranks,
         "steps": run.setup.steps,
-        "parameters": _parameters(run.setup.spec),
+        "parameters": _parameters(run.setup.spec, trained),
         "epochs": run.setup.steps / run.training.batches,
         "training": asdict(run.training),
         "sources": [asdict(each) for each in run.sources],
@@ -155,10 +160,10 @@ def _as_dict(
     }
 
 
-def _parameters(spec: ModelSpec) -> dict[str, int]:
+def _parameters(spec: ModelSpec, trained: int | None) -> dict[str, int]:
     """Return how many parameters the model has, without a table of positions, and how many are trained."""
     every = spec.parameters()
-    return {"all": every, "trained": spec.adapter_parameters or every}
+    return {"all": every, "trained": trained or spec.adapter_parameters or every}
 
 
 def _figures(planned: PredictedSteps) -> dict[str, Any]:
@@ -188,19 +193,15 @@ def _draw(
     packings: PackingComparison,
     offloaded: Offloaded,
     notes: list[str],
+    trained: int | None,
 ) -> None:
     from seqloom.api import GIB
     from seqloom.view import balance_table
     from seqloom.view.format import duration
 
     typer.echo(shared.cost_line(run.setup.cost))
-    if run.setup.spec.adapters:
-        parameters = _parameters(run.setup.spec)
-        share = 100 * parameters["trained"] / parameters["all"]
-        typer.echo(
-            f"adapters: {parameters['trained']:,} of {parameters['all']:,} parameters are trained ({share:.2g} %); the "
-            "frozen ones count without gradients and moments"
-        )
+    if trained is not None or run.setup.spec.adapters:
+        typer.echo(_trained_line(run.setup.spec, trained))
     typer.echo(f"training{', an epoch of the mixture' if run.sources else ''}: {_documents_line(run.training)}")
     taken = sum(each.taken_tokens for each in run.sources)
     for each in run.sources:
@@ -247,6 +248,16 @@ def _draw(
         typer.echo(f"hbp and first-fit choose the documents of a step themselves, {most}.")
     for note in notes:
         typer.echo(f"warning: {note}")
+
+
+def _trained_line(spec: ModelSpec, trained: int | None) -> str:
+    """Say how many parameters are trained: those of adapters, or those that `model.freeze` leaves."""
+    parameters = _parameters(spec, trained)
+    share = f"{100 * parameters['trained'] / parameters['all']:.2g} %"
+    counts = f"{parameters['trained']:,} of {parameters['all']:,} parameters are trained ({share})"
+    if trained is None:
+        return f"adapters: {counts}; the frozen ones count without gradients and moments"
+    return f"frozen: {counts}; figures below count all as if they were, and are too high"
 
 
 def _documents_line(count: DocumentCounts) -> str:

@@ -79,14 +79,17 @@ def prepare_once(
     store = cache / f"{name}-{key}"
     cache.mkdir(parents=True, exist_ok=True)
     show(f"preparing {title}")
+    percent = 0
+
+    def report(share: float) -> None:
+        nonlocal percent
+        if int(100 * share) > percent:
+            percent = int(100 * share)
+            show(f"preparing {title}: {percent} %")
+
     try:
-        done = prepare(
-            *(inputs, store),
-            tokenizer=tokenizer,
-            vocabulary=size,
-            fields=fields,
-            progress=lambda share: show(f"preparing {title}: {100 * share:.0f} %"),
-        )
+        options = {"tokenizer": tokenizer, "vocabulary": size, "fields": fields}
+        done = prepare(inputs, store, **options, progress=report)
     except SeqloomError:
         if (store / META).is_file():  # another process was faster
             return store, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import re
@@ -388,7 +389,7 @@ class Callbacks:
         """Take callbacks, and load those that `run.callbacks` names, on the rank that leads."""
         self.names = (*(type(each).__name__ for each in given), *named)
         self.told: Path | None = None
-        self._each = [*given, *load_callbacks(named)] if leads else []
+        self._each = [*given, *(each() for each in load_callbacks(named))] if leads else []
         self._asked = -1
 
     def train_begin(self, config: Mapping[str, Any], start_step: int, steps: int) -> None:
@@ -432,22 +433,24 @@ class Callbacks:
                 self._asked = number
 
 
-def load_callbacks(names: Sequence[str]) -> list[Callback]:
-    """Make the callbacks that `run.callbacks` names: your own code, `module:Class` or `file.py:Class`."""
-    made = []
+def load_callbacks(names: Sequence[str]) -> list[type[Callback]]:
+    """Import the classes that `run.callbacks` names, your own code: `module:Class` or `file.py:Class`."""
+    found = []
     for name in names:
         place, _, attribute = name.rpartition(":")
         try:
             module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-            made.append(getattr(module, attribute)())
+            kind = getattr(module, attribute)
+            inspect.signature(kind).bind()
         except Exception as error:
             raise SeqloomError(
                 f"run.callbacks: {name!r} cannot be made ({type(error).__name__}: {error}); name a class without "
                 "arguments, as module:Class or file.py:Class"
             ) from error
-        if not isinstance(made[-1], Callback):
+        if not (isinstance(kind, type) and issubclass(kind, Callback)):
             raise SeqloomError(f"run.callbacks: {name!r} is no subclass of seqloom.train.Callback; make it one")
-    return made
+        found.append(kind)
+    return found
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -51,14 +51,15 @@ def make_optimiser(
         update_on_host, threads: see `HostAdamW`.
     """
     matrices = {name for name, each in parameters.items() if each.ndim >= 2}
-    own = {"muon": {name for name in hidden if parameters[name].ndim == 2}, "adamw8bit": matrices}
-    special, decay = own.get(settings.name, set()), settings.weight_decay
-    kinds = (
-        ({"weight_decay": decay, "special": True}, lambda name, _: name in special),
-        ({"weight_decay": decay, "special": False}, lambda name, _: name in matrices - special),
-        ({"weight_decay": 0.0, "special": False}, lambda name, _: name not in matrices),
-    )
-    groups = [kind | {"params": [each for each in parameters.items() if belongs(*each)]} for kind, belongs in kinds]
+    hidden_matrices = {name for name in hidden if parameters[name].ndim == 2}
+    special = {"muon": hidden_matrices, "adamw8bit": matrices}.get(settings.name, set())
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": settings.weight_decay, "special": True},
+        {"params": [], "weight_decay": settings.weight_decay, "special": False},
+        {"params": [], "weight_decay": 0.0, "special": False},
+    ]
+    for name, parameter in parameters.items():
+        groups[0 if name in special else 1 if name in matrices else 2]["params"].append((name, parameter))
     groups = [group for group in groups if group["params"]] or groups[:1]
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum or 0.0)

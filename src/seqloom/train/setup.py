@@ -204,8 +204,9 @@ def prepare_documents(config: Config, spec: ModelSpec, show: Show) -> Data:
         try:
             store, done = prepare_once(path, config.stores, **options, show=show)
         except SeqloomError as error:
-            none = "; data.tokenizer is not set, and the model has none" if tokenizer is None else ""
-            raise SeqloomError(f"data.{key}: {error}{none}") from None
+            lacks = tokenizer is None and "tokenizer" in str(error)
+            where = "; data.tokenizer is not set, and the model has none" if lacks else ""
+            raise SeqloomError(f"data.{key}: {error}{where}") from None
         show("; ".join(done.lines()) if done else f"documents are prepared in {store}")
         return store
 

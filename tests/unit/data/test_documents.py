@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.data import RecordFields, TokenStore, load_tokenizer, prepare
+from seqloom.data import RecordFields, TokenStore, document_lengths, load_tokenizer, prepare
 from seqloom.data.documents import names_documents, prepare_once
 from seqloom.data.hub import HubDataset
 from seqloom.errors import SeqloomError
@@ -114,6 +114,8 @@ def test_a_data_set_that_the_library_has_saved(tmp_path, datasets):
         wanted.tokens(k, 0, n).tolist() for k, n in enumerate(wanted.lengths)
     ]
     assert found.valid.tolist() == wanted.valid.tolist()
+    planned = document_lengths(f"hf:{tmp_path / 'saved'}", tokenizer="bytes")
+    assert planned.lengths.tolist() == found.lengths.tolist()
     test = TokenStore(once(Path(f"hf:{tmp_path / 'splits'}:test"), tmp_path / "cache")[0])
     assert bytes(test.tokens(0, 0, 7).tolist()) == b"3 + 4 ="
     assert once(tmp_path / "saved", tmp_path / "cache")[1] is False

@@ -139,7 +139,7 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
     ("override", "message"),
     [
         ("optimizer.lr=1", r"unknown key 'optimizer'; did you mean 'optimiser'\?"),
-        ("optimiser.learning=1", r"unknown key 'optimiser.learning'; legal keys: lr, betas"),
+        ("optimiser.learning=1", r"unknown key 'optimiser.learning'; legal keys: name, lr, betas"),
         ("plan.planer=flex", r"unknown key 'plan.planer'; did you mean 'planner'\?"),
         ("plan.planner=flx", r"unknown planner 'flx'; did you mean flex"),
         ("optimiser.betas=[0.9", r"\[0.9 is not a TOML value"),
