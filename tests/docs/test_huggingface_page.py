@@ -10,7 +10,9 @@ from support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
-EXAMPLE, DENOISING = (ROOT / "examples" / name for name in ("own_loop.py", "denoising_loop.py"))
+EXAMPLE, DENOISING, PROMPTS = (
+    ROOT / "examples" / name for name in ("own_loop.py", "denoising_loop.py", "prompts_loop.py")
+)
 
 
 SUPPORTED = (
@@ -18,6 +20,7 @@ SUPPORTED = (
     ("sliding windows, one per layer", "taken from the layer's own call"),
     ("chunked attention (Llama 4)", "taken from the mask that transformers asks for"),
     ("tokens that see their whole document (bidirectional)", "by the mask that transformers asks for; not in pieces"),
+    ("prompts that see themselves (prefix language models)", "in a loop of your own, by `bind(prefixes=)`"),
     ("biases, QK norm, any scaling, RoPE, learned positions", "the model's own code"),
     ("RoPE by the longest sequence (longrope, dynamic)", "fixed by the longest document of the run: `data.max_length`"),
     ("experts", "the model's own code; routing is by token"),
@@ -85,9 +88,12 @@ def test_the_example_trains_and_the_number_of_processes_does_not_matter(tmp_path
     assert together == pytest.approx(alone, abs=5e-5)
 
 
-def test_a_bidirectional_model_trains_on_any_number_of_processes(tmp_path, fork_server):
-    assert f"examples/{DENOISING.name}" in PAGE
-    alone, together = (losses(ranks, tmp_path, DENOISING) for ranks in (1, 3))
+@pytest.mark.parametrize(
+    "script", [DENOISING, pytest.param(PROMPTS, marks=pytest.mark.slow)], ids=lambda each: each.stem
+)
+def test_models_with_other_masks_train_on_any_number_of_processes(tmp_path, fork_server, script):
+    assert f"examples/{script.name}" in PAGE
+    alone, together = (losses(ranks, tmp_path, script) for ranks in (1, 3))
     assert alone[-1] < 0.7 * alone[0] and together == pytest.approx(alone, abs=5e-5)
 
 

@@ -1,9 +1,13 @@
 """Shapes that are read from a model's modules: of published sizes, on "meta", they have the model's parameters."""
 
+import json
+
 import pytest
 import torch
 import transformers as hf
 
+from seqloom.cli.shared import load_model
+from seqloom.describe import model_from_config
 from seqloom.integrations.transformers import attach
 from seqloom.integrations.transformers.describe import describe_model
 
@@ -58,3 +62,27 @@ def test_a_table_of_positions():
     spec, parameters = described(hf.GPT2Config(**quiet))
     assert spec.learned_positions and not spec.other_tables
     assert spec.parameters(1024) == pytest.approx(parameters, rel=0.001)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks_and_the_forward_that_counts_routing(causal):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    llama = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=2, is_causal=causal))
+    spec = describe_model(attach(llama))
+    assert spec.causal == causal and spec.name == "LlamaForCausalLM" and not spec.counts_routing
+    mixtral = hf.MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=4, num_key_value_heads=2)
+    mixtral.output_router_logits = causal
+    by_modules = describe_model(attach(hf.MixtralForCausalLM(mixtral)))
+    assert by_modules.counts_routing == model_from_config(mixtral.to_dict()).counts_routing == causal
+
+
+def test_folders_are_described_by_transformers_where_it_has_their_type(tmp_path):
+    """DeepSeek 1 is for plans alone: its shapes follow from the config."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    hf.GlmConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, pad_token_id=0).save_pretrained(
+        tmp_path / "glm"
+    )
+    assert (load_model(tmp_path / "glm").name, load_model(tmp_path / "glm").kv_heads) == ("glm", 2)
+    old = {**sizes, "model_type": "deepseek", "num_hidden_layers": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(old | {"moe_intermediate_size": 16}))
+    assert load_model(tmp_path).experts == 8
