@@ -4,19 +4,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
 from seqloom.engine import bind_plan, evaluate, run_step
+from seqloom.errors import PlanError
 from seqloom.layout import Route, Span
 from seqloom.models import ModelAdapter, recompute_layers
 from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding
 from seqloom.schedules.registry import SCHEDULE_NAMES
+from support.head_stages import head_stage_steps
 from support.pipelines import pipeline_plans, pipeline_steps
 from support.scheduled import fixed_step, scheduled_steps
 from support.side_by_side import side_by_side_plans
-from support.steps import Step, one_stage_plan, step_plans, steps, tiny_spec
+from support.steps import (
+    Step,
+    divided_experts,
+    in_tp_groups,
+    one_stage_plan,
+    step_plans,
+    steps,
+    tensor_plans,
+    tiny_spec,
+    wide_steps,
+    with_experts,
+)
 from support.two_layouts import shifted
 
 WORLDS = (2, 4, 8)
@@ -40,6 +53,19 @@ def draw_plan(data, plans):
     """Draw a plan for a world that there is; free sharding needs the whole job."""
     plan = data.draw(plans)
     assume(plan.limits.ranks in (WORLDS[-1:] if plan.sharding == Sharding.FREE else WORLDS))
+    return plan
+
+
+def whole_job(plan):
+    """The plan on eight ranks, of which some have no tokens: parameters are sharded over all ranks of a job."""
+    (line,), limits = plan.pipelines, plan.limits
+    limits = replace(limits, ranks=8, node_size=limits.node_size if 8 % limits.node_size == 0 else 8)
+    stage = replace(line.stages[0], ranks=tuple(range(8)))
+    plan = replace(plan, limits=limits, pipelines=(replace(line, stages=(stage,)),))
+    try:
+        plan.validate()
+    except PlanError:  # routes of other nodes, or EP groups that do not divide them
+        reject()
     return plan
 
 
@@ -71,6 +97,32 @@ def test_random_pipelines_side_by_side(nccl_pool, device, data):
     check(nccl_pool, step, plan, device)
 
 
+@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
+@given(st.data())
+def test_random_plans_of_tp_groups(nccl_pool, device, data):
+    """Any groups and checkpoints under sharding full, hybrid and none; experts that TP groups divide."""
+    step = data.draw(wide_steps())
+    plan = data.draw(tensor_plans(step, max_ranks=8).filter(lambda plan: plan.pipelines[0].stages[0].tensor != 3))
+    check(nccl_pool, step, whole_job(plan), device, body=sharded)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
+@given(st.data())
+def test_random_plans_of_ep_groups(nccl_pool, device, data):
+    """Ranks without tokens compute those of others."""
+    step = data.draw(steps().flatmap(with_experts))
+    plans = step_plans(step, max_ranks=8).filter(lambda plan: plan.sharding != Sharding.FREE)
+    plans = plans.flatmap(lambda plan: divided_experts(plan, step.spec.experts))
+    check(nccl_pool, step, whole_job(data.draw(plans)), device, body=sharded)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
+@given(st.data())
+def test_random_heads_on_all_stages(nccl_pool, device, data):
+    step, plan = data.draw(head_stage_steps(ranks=8))
+    check(nccl_pool, step, plan, device, body=in_stages)
+
+
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @settings(max_examples=3, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
@@ -96,7 +148,9 @@ def sharded(transport, step, plan, device, compute=None, backend=None):
     """The step with the parameters that its sharding asks for."""
     if plan.sharding == Sharding.FREE:
         return step.spread(plan, transport, device=device, backend=backend)
+    stage = plan.pipelines[0].stages[0]
     options = {"node_size": plan.limits.node_size, "param_dtype": compute}
+    options |= {"tensor": stage.tensor, "expert": stage.expert}
     return step.spread(
         plan,
         transport,
@@ -139,6 +193,15 @@ PIPELINES = {
 @pytest.mark.parametrize("name", PIPELINES)
 def test_sharded_stages(nccl_pool, device, name):
     check(nccl_pool, *PIPELINES[name], device, body=in_stages)
+
+
+@pytest.mark.parametrize("sharding", [Sharding.FULL, Sharding.HYBRID, Sharding.NONE])
+def test_experts_in_tp_groups_of_sharded_stages(nccl_pool, device, sharding):
+    step, plan = fixed_step("seq1f1b-zb", 2, 2, (2, 1, 3))
+    spec = replace(step.spec, heads=step.spec.heads * 2, kv_heads=step.spec.kv_heads * 2)
+    step = replace(step, spec=replace(spec, experts=8, active_experts=3, expert_ffn=6, moe_layers=(0, 2)))
+    plan = in_tp_groups(replace(plan, sharding=sharding), 2)
+    check(nccl_pool, step, plan, device, body=in_stages)
 
 
 # ---- Training

@@ -17,6 +17,7 @@ from seqloom.plan import Action, Checkpoint, Group, Pipeline, Plan, Reduce, Roun
 from seqloom.planners import make_plan
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules.registry import SCHEDULE_NAMES
+from support.head_stages import head_stage_steps
 from support.pipelines import ample, pipeline_plans, pipeline_steps
 from support.scheduled import scheduled_steps
 from support.side_by_side import side_by_side_plans
@@ -117,6 +118,14 @@ def test_a_tight_budget_makes_the_planner_keep_less():
     plans = [make_plan("pipeline:2", lengths, tight(2, room)) for room in (10_000, 40_000, 100_000)]
     kept = [{(work.checkpoint, work.offload) for r in p.pipelines[0].rounds for work in r.by_stage} for p in plans]
     assert len({frozenset(each) for each in kept}) == 3
+
+
+@settings(max_examples=12)
+@given(head_stage_steps())
+def test_random_heads_on_all_stages(threads, drawn):
+    """Parts of the head on ranks of every stage, in any order: no token's loss is lost, or counted twice."""
+    step, plan = drawn
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9
 
 
 @settings(max_examples=5)

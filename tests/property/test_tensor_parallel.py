@@ -1,7 +1,5 @@
 """Tensor parallelism under sharding full, hybrid and none: results of one process, prices of the simulator, bounds."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -13,19 +11,10 @@ from seqloom.describe import Cluster, ModelSpec
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound, plan_bound
 from seqloom.simulate import simulate
-from support.steps import steps, tensor_plans, with_experts
+from support.steps import tensor_plans, wide_steps
 from support.strategies import batches
 
 torch.set_num_threads(1)
-
-
-@st.composite
-def wide_steps(draw):
-    """Draw a step whose heads and widths 2, 3 or 4 ranks can divide."""
-    step, kv_heads = draw(steps(longest=20)), draw(st.sampled_from((2, 3, 4)))
-    heads = kv_heads * draw(st.integers(1, 2))
-    step = replace(step, spec=replace(step.spec, heads=heads, kv_heads=kv_heads))
-    return draw(with_experts(step)) if kv_heads != 3 and draw(st.booleans()) else step
 
 
 @settings(max_examples=20)

@@ -312,6 +312,15 @@ def divided_experts(draw: st.DrawFn, plan: Plan, experts: int) -> Plan:
 
 
 @st.composite
+def wide_steps(draw: st.DrawFn) -> Step:
+    """Draw a step whose heads and widths 2, 3 or 4 ranks can divide."""
+    step, kv_heads = draw(steps(longest=20)), draw(st.sampled_from((2, 3, 4)))
+    heads = kv_heads * draw(st.integers(1, 2))
+    step = replace(step, spec=replace(step.spec, heads=heads, kv_heads=kv_heads))
+    return draw(with_experts(step)) if kv_heads != 3 and draw(st.booleans()) else step
+
+
+@st.composite
 def tensor_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
     """Draw a plan of a step whose TP groups, of any degree that its heads allow, are in the place of ranks."""
     tensor = draw(st.sampled_from([t for t in (2, 3, 4) if step.spec.kv_heads % t == 0 and max_ranks >= t]))
