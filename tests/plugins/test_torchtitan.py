@@ -60,7 +60,8 @@ def test_what_is_refused():
         "SeqloomTrainer with compile with model",
         "SeqloomTrainer with CUDA graphs",
         "SeqloomTrainer with validator",
-        "plans run FlexAttention and VarlenAttention",
+        "attention ScaledDotProductAttention.Config with window_size (-1, 0) of a layer",
+        "attention VarlenAttention.Config with window_size (7, 0) of a layer",
         "batches of the data loader with image",
     ):
         assert any(words in line for line in said), (words, said)

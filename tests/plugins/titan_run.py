@@ -39,7 +39,7 @@ from torchtitan.components.optimizer import default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
@@ -174,6 +174,7 @@ def print_refusals() -> None:
         "training": {"disable_cuda_graphs": False},
         "validator": {"enable": True},
         "model": {},
+        "window": {},
         "data": {},
     }.items():
         config = trainer_config(4)
@@ -182,6 +183,9 @@ def print_refusals() -> None:
                 setattr(config, name, dataclasses.replace(getattr(config, name), **changes))
             elif name == "model":
                 config.model_spec.model.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
+            elif name == "window":
+                layer = config.model_spec.model.layers[1]
+                layer.attention.inner_attention = VarlenAttention.Config(window_size=(7, 0))
             else:
                 _Rows.of([({"input": torch.zeros(1, 2), "image": torch.zeros(1)}, torch.zeros(1, 2))])
             check_config(planned(config, cluster="1x1xCPU"))

@@ -34,7 +34,7 @@ from seqloom.planners.registry import PlannerChoice
 try:
     from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
     from torchtitan.components.loss import ChunkedLossWrapper
-    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+    from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
     from torchtitan.models.common.decoder import Decoder
     from torchtitan.protocols.module import Module
     from torchtitan.trainer import Trainer
@@ -250,12 +250,10 @@ def planned(
         cluster, planner, profile, budget_gib: see `seqloom.plan`.
     """
     own: dict[str, Any] = {field.name: deepcopy(getattr(config, field.name)) for field in fields(Trainer.Config)}
-    for layer in own["model_spec"].model.layers:
-        inner = layer.attention.inner_attention
-        if not isinstance(inner, FlexAttention.Config | VarlenAttention.Config):
-            raise SeqloomError(
-                f"attention {type(inner).__qualname__} of a layer: plans run FlexAttention and VarlenAttention"
-            )
+    model = own["model_spec"].model
+    model_spec_of(model, own["model_spec"].name)
+    check_masks(model)
+    for layer in model.layers:
         layer.attention.inner_attention = PlannedAttention.Config()
     own["dataloader"] = PlannedDataLoader.Config(rows=own["dataloader"])
     return SeqloomTrainer.Config(**own, cluster=cluster, planner=planner, profile=profile, budget_gib=budget_gib)
@@ -288,13 +286,32 @@ def check_config(config: SeqloomTrainer.Config) -> None:
             )
 
 
+def check_masks(model: Decoder.Config) -> None:
+    """Refuse attention that sees anything but the tokens before it of its document."""
+    if model._owner.get_attention_masks is not Decoder.get_attention_masks:
+        raise SeqloomError(
+            f"model {model._owner.__name__} with masks of its own: plans run attention to the tokens before one in its "
+            "document; take a model that keeps Decoder's masks"
+        )
+    for layer in model.layers:
+        inner = layer.attention.inner_attention
+        window = getattr(inner, "window_size", (-1, 0))
+        if not isinstance(inner, FlexAttention.Config | VarlenAttention.Config) or tuple(window) != (-1, 0):
+            raise SeqloomError(
+                f"attention {type(inner).__qualname__} with window_size {window} of a layer: plans run FlexAttention "
+                "and VarlenAttention without a window; take one of these"
+            )
+
+
 def model_spec_of(model: Decoder.Config, name: str) -> ModelSpec:
     """Return the shapes of a decoder of torchtitan, all layers of which are dense and alike."""
+    for layer in model.layers:
+        if not isinstance(layer.attention, GQAttention.Config) or layer.moe is not None or layer.feed_forward is None:
+            raise SeqloomError(
+                f"model {name} has a layer with {type(layer.attention).__qualname__}, or with experts: plans of "
+                "torchtitan's models have GQAttention and a dense feed-forward in every layer; take another model"
+            )
     layer = model.layers[0]
-    if any(each.moe is not None or each.feed_forward is None or each.attention is None for each in model.layers):
-        raise SeqloomError(
-            f"model {name} with layers of experts, or without attention: plans of torchtitan price dense layers"
-        )
     heads = layer.attention.n_heads
     return ModelSpec(
         name=name,
