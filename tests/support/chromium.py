@@ -153,6 +153,7 @@ class Page:
 
     def screenshot(self, path: Path, height: float = 8000) -> None:
         """Write the page, from its head so far down, as a PNG."""
+        self.call("Page.bringToFront")  # a page behind another one is not painted
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], height), "scale": 1}
         shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
