@@ -269,5 +269,7 @@ class OffloadedLayer:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.untyped_storage().data_ptr()
