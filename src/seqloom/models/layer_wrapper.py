@@ -89,7 +89,7 @@ def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not context.offloads(wrapper.layer):
         return run_checkpointed(body, args, kwargs, wrapper.layer)
     shared = (each for each in _tensors((*args, *kwargs.values())) if not each.requires_grad)  # by all layers
-    with cast("Offload", context.offload).layer((*layer.parameters(), *shared)) as offloaded:
+    with cast("Offload", context.offload).layer(shared, layer) as offloaded:
         return run_checkpointed(body, args, kwargs, wrapper.layer, offloaded)
 
 

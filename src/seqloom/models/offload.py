@@ -28,6 +28,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from seqloom.dist import Context
 from seqloom.dist.streams import stream_of
@@ -148,14 +149,15 @@ class Offload:
         return own
 
     @contextmanager
-    def layer(self, resident: Iterable[torch.Tensor]) -> Iterator[OffloadedLayer]:
+    def layer(self, resident: Iterable[torch.Tensor], module: nn.Module | None = None) -> Iterator[OffloadedLayer]:
         """Collect what the next layer saves in this block, and start to copy it at the end.
 
         Args:
-            resident: tensors that stay on the device, such as the layer's parameters.
+            resident: tensors that stay on the device.
+            module: the layer, whose parameters stay there, too.
         """
         self._copies.release(most=1)
-        layer = self._last = OffloadedLayer(self._copies, self._last, resident)
+        layer = self._last = OffloadedLayer(self._copies, self._last, resident, module)
         with saved_tensors_hooks(layer.pack, layer.unpack):
             yield layer
         layer.send()
@@ -186,13 +188,19 @@ class OffloadedLayer:
     """
 
     def __init__(
-        self, copies: HostCopies, before: OffloadedLayer | None, resident: Iterable[torch.Tensor] = ()
+        self,
+        copies: HostCopies,
+        before: OffloadedLayer | None,
+        resident: Iterable[torch.Tensor] = (),
+        module: nn.Module | None = None,
     ) -> None:
         self.before, self._copies = before, copies
+        own = () if module is None else tuple(module.parameters())
+        self._sharded = module if any(isinstance(each, DTensor) for each in own) else None
         self._after: ref[OffloadedLayer] | None = None
         if before is not None:
             before._after = ref(self)
-        self._resident = set(map(_storage_address, resident))
+        self._resident = set(map(_storage_address, (*resident, *own)))
         self._index: dict[tuple[object, ...], int] = {}
         self._device: Tensors | None = []
         self._host: list[HostTensor] = []
@@ -204,7 +212,7 @@ class OffloadedLayer:
         """Take a tensor of the device, unless it is small or shall stay there."""
         origin = tensor if tensor._base is None else tensor._base
         stays = tensor.numel() < MIN_ELEMENTS or tensor.device.type != self._copies.device.type
-        if stays or isinstance(origin, nn.Parameter) or _storage_address(tensor) in self._resident:
+        if stays or isinstance(origin, nn.Parameter) or _storage_address(tensor) in self._resident | self._gathered:
             return tensor
         assert self._device is not None
         # Several nodes may save one tensor. All are alive until the layer ends, so an address identifies it.
@@ -213,6 +221,11 @@ class OffloadedLayer:
             self._index[key] = len(self._device)
             self._device.append(_dense(tensor.detach()))  # without its graph, which holds this layer
         return self._index[key]
+
+    @property
+    def _gathered(self) -> set[int]:
+        """Storages of parameters as they are now: experts that an EP group shards are gathered inside the layer."""
+        return set() if self._sharded is None else set(map(_storage_address, self._sharded.parameters()))
 
     def unpack(self, packed: torch.Tensor | int) -> torch.Tensor:
         """Return a tensor on the device. The first of a layer has the layer before it fetched, and the one after go."""
@@ -256,4 +269,7 @@ class OffloadedLayer:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
     return tensor.untyped_storage().data_ptr()
