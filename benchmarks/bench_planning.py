@@ -35,7 +35,7 @@ from seqloom.planners.hydraulis import propose_strategies
 LONGEST = 128 * K
 GAP_PERCENT = 1.5
 FIRST_PLAN_S = 5.0
-FIRST_PLAN = "plan --lengths wikipedia --cluster 8x8xH200 --model llama3-8b --max-length 131072 --sequences 512 --json"
+FIRST_PLAN = "plan --lengths wikipedia --cluster 8x8xH200 --model llama3-8b --max-length 131072 --batch-size 512 --json"
 
 
 class Row(NamedTuple):

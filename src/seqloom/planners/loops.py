@@ -970,7 +970,7 @@ def swap_rebalance(p: DispatchProblem, pipeline_of: np.ndarray, loads: PipelineL
     ``evaluations`` changes are looked at.
     """
     while evaluations > 0:
-        slow = loads.done.argmax()
+        slow = int(loads.done.argmax())
         best, moved, returned, target = loads.done[slow], -1, -1, -1
         others = (pipeline_of != slow).nonzero()[0]  # the rest of these arrays are theirs
         place = pipeline_of[others]

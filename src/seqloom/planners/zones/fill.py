@@ -68,7 +68,9 @@ class SingleRankPrices:
         heavy = self.cost.tables(lengths, self.policy, shapes, slowness)
         if not self.lighter_layers:
             return heavy
-        policy, layers = self.policy._replace(checkpoint=self.policy.checkpoint.lighter), self.cost.model.layers
+        checkpoint, layers = self.policy.checkpoint.lighter, self.cost.model.layers
+        assert checkpoint is not None
+        policy = self.policy._replace(checkpoint=checkpoint)
         light, share = self.cost.tables(lengths, policy, shapes, slowness), self.lighter_layers / layers
 
         def between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
