@@ -77,7 +77,7 @@ def test_every_strategy_of_a_run_is_compared_where_it_holds_the_batch(settings, 
     result = run(*settings, *(word for each in free for word in ("--set", each)), "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    names = ["static", "adaptive", "flex", "zones", "hydraulis:2x1, 1x2", "hydraulis:1x2r2"]
+    names = ["static", "adaptive", "flex", "zones", "hydraulis:t2p1, t1p2", "hydraulis:t1p2r2"]
     assert report["passed"] and [row["planner"] for row in report["plans"]] == names
     assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
 

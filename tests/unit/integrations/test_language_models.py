@@ -104,7 +104,8 @@ def test_the_trained_language_model_is_a_causal_model_of_its_own(tmp_path):
     whole_model("gemma3").save_pretrained(tmp_path / "model")
     adapter, config = built(tmp_path / "model"), config_of(tmp_path / "model")
     state = {name: each.detach() for name, each in adapter.module.named_parameters()}
-    saved = hf.AutoModelForCausalLM.from_pretrained(save_huggingface(config, adapter.module, state))
+    save_huggingface(config, adapter.module, state, tmp_path / "trained", tmp_path / "adapter")
+    saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert type(saved).__name__ == "Gemma3ForCausalLM"
     assert all(torch.equal(each, state[name]) for name, each in saved.named_parameters())
 

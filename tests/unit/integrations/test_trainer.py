@@ -6,12 +6,12 @@ import pytest
 from transformers import TrainingArguments
 
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.trainer import SeqloomTrainer, check_trainer
+from seqloom.integrations.transformers.trainer import SeqloomTrainer, check_cross_entropy, check_trainer
 from support.tiny_models import tiny_model
 from support.trainer_runs import arguments, documents, padded
 
 REFUSED = {
-    "fp16 or bf16": ({"bf16": True}, "load the model in bfloat16"),
+    "bf16": ({"bf16": True}, "load the model in bfloat16"),
     "torch_compile": ({"torch_compile": True}, "leave it out"),
     "use_liger_kernel": ({"use_liger_kernel": True}, "in chunks"),
     "label_smoothing_factor": ({"label_smoothing_factor": 0.1}, "set it to 0"),
@@ -56,13 +56,16 @@ def test_settings_that_need_a_launcher_or_another_trainer(name, change):
         neftune_noise_alpha=None,
         train_sampling_strategy="random",
         optim="adamw_torch",
+        fsdp=[],
     )
     accelerator = SimpleNamespace(state=SimpleNamespace(), mixed_precision="no", split_batches=False)
     host = SimpleNamespace(args=args, accelerator=accelerator, is_deepspeed_enabled=False, compute_loss_func=None)
     check_trainer(host)
+    check_cross_entropy(host)
     change(host)
     with pytest.raises(SeqloomError, match=f"with {name}: "):
         check_trainer(host)
+        check_cross_entropy(host)
 
 
 def test_a_reader_that_cuts_batches_for_the_others(tmp_path):

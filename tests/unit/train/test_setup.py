@@ -227,7 +227,7 @@ def test_plans_may_have_any_stages_and_static_is_the_fallback(tmp_path):
     planners = RunSetup.load(strategy_config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS).planners
     assert (planners.stages, planners.multi_stage, planners.tensor_degrees) == ((), True, (1, 2))
     assert planners.fallback.name == "static"
-    assert str(planners.planner) == "hydraulis:2x1, 1x2"
+    assert str(planners.planner) == "hydraulis:t2p1, t1p2"
 
 
 def test_other_planners_and_pipelines_run_under_free_sharding_without_a_list(tmp_path):
@@ -256,7 +256,10 @@ def test_auto_under_free_sharding_chooses_from_a_list_beside_other_plans(tmp_pat
         strategy_config(tmp_path, "plan.planner=auto", listed(tmp_path, SIDE_BY_SIDE)), RANKS
     ).planners
     assert planners.strategies == (SIDE_BY_SIDE,) == planners.planner.options["strategies"]
-    assert [str(each) for each in planners.alternatives(np.array([30, 3]))] == ["hydraulis:2x1, 1x2", "auto:2x1, 1x2"]
+    assert [str(each) for each in planners.alternatives(np.array([30, 3]))] == [
+        "hydraulis:t2p1, t1p2",
+        "auto:t2p1, t1p2",
+    ]
     proposed = RunSetup.load(strategy_config(tmp_path, "plan.planner=auto"), RANKS).planners
     assert proposed.strategies == RunSetup.load(strategy_config(tmp_path), RANKS).planners.strategies
     assert (
@@ -288,7 +291,7 @@ def test_a_step_has_so_many_tokens(tmp_path):
 
 def test_the_log_names_the_list_and_one_that_has_changed(tmp_path):
     run, plain = strategy_config(tmp_path), [SIDE_BY_SIDE.as_dict()]
-    first = f"1 strategies to choose from ({tmp_path / 'run' / STRATEGIES_FILE}): 2x1, 1x2"
+    first = f"1 strategies to choose from ({tmp_path / 'run' / STRATEGIES_FILE}): t2p1, t1p2"
     assert (
         list(strategy_notes(run, [SIDE_BY_SIDE], None))
         == list(strategy_notes(run, [SIDE_BY_SIDE], json.loads(json.dumps(plain))))
