@@ -1,11 +1,11 @@
 """Trainers of other libraries under plans, on gloo processes, give what their plain runs in one process give."""
 
 import pytest
-import torch
 
 from support.scripts import run_function
 from support.trainer_runs import (
     Stream,
+    assert_alike,
     evaluations,
     padded,
     plain_trainer,
@@ -14,16 +14,6 @@ from support.trainer_runs import (
     sft_run,
     with_adapters,
 )
-
-
-def assert_alike(found, wanted):
-    (losses, trained, norms), (wanted_losses, wanted_trained, wanted_norms) = found, wanted
-    # Models are in float64, but transformers computes the loss in float32, whatever their dtype.
-    assert losses == pytest.approx(wanted_losses, rel=1e-6)
-    assert norms == pytest.approx(wanted_norms, rel=1e-6)
-    assert trained.keys() == wanted_trained.keys()
-    for name, values in trained.items():
-        torch.testing.assert_close(values, wanted_trained[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

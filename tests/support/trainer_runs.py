@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from support.tiny_models import VOCABULARY, tiny_model
@@ -51,10 +52,24 @@ def arguments(folder: Path, ranks: int, **changes: Any) -> dict[str, Any]:
 
 def outcome(trainer: Any, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """Train; return losses and gradient norms of the steps, and the trained parameters."""
+    from seqloom.params.interface import full_tensor
+
     trainer.train(**options)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    trained = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
+    named = [(name, each.detach()) for name, each in trainer.model.named_parameters() if each.requires_grad]
+    trained = {name: full_tensor(each).clone() for name, each in named}
     return [each["loss"] for each in steps], trained, [each["grad_norm"] for each in steps]
+
+
+def assert_alike(found: Any, wanted: Any, tolerance: float = 1e-6) -> None:
+    """Compare losses, trained parameters and gradient norms of two `outcome`s."""
+    (losses, trained, norms), (wanted_losses, wanted_trained, wanted_norms) = found, wanted
+    # Models are in float64, but transformers computes the loss in float32, whatever their dtype.
+    assert losses == pytest.approx(wanted_losses, rel=tolerance, abs=1e-7)
+    assert norms == pytest.approx(wanted_norms, rel=tolerance)
+    assert trained.keys() == wanted_trained.keys()
+    for name, values in trained.items():
+        torch.testing.assert_close(values, wanted_trained[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def with_adapters(model: Any) -> Any:
@@ -86,6 +101,7 @@ def planned_trainer(
     collator: Any = None,
     wrap: Any = None,
     read: Any = documents,
+    sharding: str = "none",
 ) -> Any:
     """`SeqloomTrainer` on all ranks of the job."""
     from transformers import TrainingArguments
@@ -94,8 +110,8 @@ def planned_trainer(
 
     settings = TrainingArguments(**arguments(folder, int(os.environ["WORLD_SIZE"]), **changes))
     model = tiny_model(name) if wrap is None else wrap(tiny_model(name))
-    trainer = SeqloomTrainer(model, settings, data_collator=collator, train_dataset=read(), planner=planner)
-    return outcome(trainer)
+    options = {"train_dataset": read(), "planner": planner, "sharding": sharding}
+    return outcome(SeqloomTrainer(model, settings, data_collator=collator, **options))
 
 
 def evaluations(folder: Path, planned: bool) -> list[float]:
@@ -128,12 +144,17 @@ def resumed(folder: Path, step: int) -> Any:
 
 def tokenizer() -> Any:
     """Return a tokenizer with a word for every token of the tiny models."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"t{number}": number for number in range(VOCABULARY)}
-    made = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="t1", pad_token="t0", unk_token="t0")
+    made = Tokenizer(models.WordLevel({words([number]): number for number in range(VOCABULARY)}, unk_token="<0>"))
+    made.pre_tokenizer = pre_tokenizers.Split("<", "merged_with_next")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<1>", pad_token="<0>", unk_token="<0>")
+
+
+def words(ids: list[int]) -> str:
+    """Return the text of token ids."""
+    return "".join(f"<{number}>" for number in ids)
 
 
 def sft_run(folder: Path, name: str, changes: dict[str, Any], planner: str | None, wrap: Any = None) -> Any:
@@ -153,3 +174,82 @@ def sft_run(folder: Path, name: str, changes: dict[str, Any], planner: str | Non
     trainer = make(model, settings, train_dataset=dataset, processing_class=tokenizer(), **options)
     found = outcome(trainer)
     return found, [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+
+
+def drawn(longest: int, count: int, seed: int) -> list[list[int]]:
+    """Return lists of token ids of very unequal lengths."""
+    draw = random.Random(seed)
+    lengths = [min(longest, 1 + int(draw.paretovariate(0.6))) for _ in range(count)]
+    return [[draw.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def trl_outcome(trainer: Any) -> Any:
+    """Train; return the `outcome`, and what TRL logs of steps but their times."""
+    found = outcome(trainer)
+    times = ("step_time", "grad_norm", "learning_rate", "epoch", "loss")
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return found, [{name: value for name, value in entry.items() if name not in times} for entry in logged]
+
+
+def dpo_run(
+    folder: Path, name: str, changes: dict[str, Any], planner: str | None, wrap: Any = None, ranks: int | None = None
+) -> Any:
+    """Train with TRL's `DPOTrainer` on pairs of completions; `planner`: with `SeqloomDPOTrainer`.
+
+    A batch has 8 pairs on `ranks`; None: on those of the job.
+    """
+    from datasets import Dataset, disable_progress_bars
+    from trl import DPOConfig, DPOTrainer
+
+    from seqloom.integrations.trl import SeqloomDPOTrainer
+
+    disable_progress_bars()
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    given = {"max_length": 48, "gradient_checkpointing": False, "num_train_epochs": 1} | changes
+    settings = DPOConfig(**arguments(folder, ranks, **given))
+    make, options = (DPOTrainer, {}) if planner is None else (SeqloomDPOTrainer, {"planner": planner})
+    rows = zip(drawn(9, 24, 0), drawn(40, 24, 1), drawn(40, 24, 2), strict=True)
+    pairs = [dict(zip(("prompt", "chosen", "rejected"), map(words, row), strict=True)) for row in rows]
+    model, reference = tiny_model(name), tiny_model(name, seed=1)
+    if wrap is not None:
+        model, reference = wrap(model), None
+    data = Dataset.from_list(pairs)
+    return trl_outcome(make(model, reference, settings, train_dataset=data, processing_class=tokenizer(), **options))
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Return completions that depend on their prompt and their number in its group, on whatever rank they are made."""
+    completions, group = [], trainer.num_generations
+    for place, prompt in enumerate(prompts):
+        completions += drawn(40, 1, 1000 * int(prompt[1:-1]) + place % group)
+    ids = [[int(prompt[1:-1]), 3] for prompt in prompts]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Reward completions with small token ids, and short ones."""
+    return [1.0 / (1 + sum(ids) / len(ids)) - 0.01 * len(ids) for ids in completion_ids]
+
+
+def grpo_run(
+    folder: Path, name: str, changes: dict[str, Any], planner: str | None, wrap: Any = None, ranks: int | None = None
+) -> Any:
+    """Train with TRL's `GRPOTrainer` on completions of `rollout`; `planner`: with `SeqloomGRPOTrainer`. See `dpo_run`."""
+    from datasets import Dataset, disable_progress_bars
+    from trl import GRPOConfig, GRPOTrainer
+
+    from seqloom.integrations.trl import SeqloomGRPOTrainer
+
+    disable_progress_bars()
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    given = {"max_completion_length": 40, "gradient_checkpointing": False, "num_train_epochs": 1} | changes
+    settings = GRPOConfig(**arguments(folder, ranks, **{"num_generations": 4, **given}))
+    make, options = (GRPOTrainer, {}) if planner is None else (SeqloomGRPOTrainer, {"planner": planner})
+    data = Dataset.from_list([{"prompt": words([number])} for number in range(2, 8)])
+    model = tiny_model(name) if wrap is None else wrap(tiny_model(name))
+    options |= {"train_dataset": data, "processing_class": tokenizer()}
+    if not changes.get("generation_kwargs"):
+        options |= {"rollout_func": rollout}
+    trainer = make(model, reward, settings, **options)
+    return trl_outcome(trainer)

@@ -177,6 +177,11 @@ def _label_log_probs(
     steps: PlannedSteps, documents: Documents, temperature: float, *, statistics: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probabilities of the labels that count, [labels], and [labels, 4] of statistics if asked for."""
+    if steps.sharding != "none":
+        raise SeqloomError(
+            f"log-probabilities of a model with sharding {steps.sharding!r}: they are computed with parameters that "
+            "every rank has; give PlannedSteps sharding='none'"
+        )
     if steps.adapter.router_loss is not None:
         raise SeqloomError(
             "log-probabilities of a model with a router loss: which loss its routers add is not known here; load it "

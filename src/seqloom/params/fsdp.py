@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from seqloom.compat import dtensor_like
@@ -64,6 +64,8 @@ from seqloom.params.tp_slices import slice_parameters, tp_slices
 from seqloom.plan import LayerRange, Plan, Sharding
 
 REPLICA, SHARD, EXPERT, TENSOR = "replica", "shard", "expert", "tensor"
+LOSS = "seqloom_loss"
+"""Method of a model that FSDP2 takes for a forward, where the model itself is called too."""
 
 
 class FSDPParameters(Parameters):
@@ -85,6 +87,7 @@ class FSDPParameters(Parameters):
         expert: int = 1,
         tensor: int = 1,
         chunk: int = CHUNK,
+        others_call: bool = False,
     ) -> None:
         """Shard the model in place. If layers shall recompute, `recompute_layers` comes first.
 
@@ -98,6 +101,7 @@ class FSDPParameters(Parameters):
             offload_optimiser: keep master weights in host memory.
             expert: neighbours that divide the experts of every layer among them.
             tensor: neighbours that divide the weights of every layer among them.
+            others_call: whether the model is also called by itself, as in another library's evaluation.
         """
         adapter.check_expert_degree(expert)
         parameters = list(adapter.module.parameters())
@@ -144,7 +148,12 @@ class FSDPParameters(Parameters):
             others = [(name, each) for name, each in adapter.module.named_parameters() if name not in host]
             host |= self._to_host(others, param_dtype, self._mesh[SHARD])
         # parameters outside the layers: embedding, norm, head
-        self._root = fully_shard(self._loss, mesh=self._mesh[SHARD], mp_policy=policy)
+        whole = adapter.module if others_call else self._loss
+        self._root, self._run = fully_shard(whole, mesh=self._mesh[SHARD], mp_policy=policy), self._loss
+        if others_call:
+            setattr(whole, LOSS, self._loss.forward)
+            register_fsdp_forward_method(whole, LOSS)
+            self._run = getattr(whole, LOSS)
         self._sharded = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded:
             _sum_all_gradients(module)
@@ -228,7 +237,7 @@ class FSDPParameters(Parameters):
                 f"layers {layers.first} to {layers.stop - 1} of {layers.model_layers} asked of parameters that FSDP2 "
                 "shards over all ranks: they run the whole model; plan with one stage, or use PipelineFSDP"
             )
-        loss = self._loss(inputs, labels, context)
+        loss = self._run(inputs, labels, context)
         if not torch.is_grad_enabled():  # no backward will free what forward has gathered
             for module in self._sharded:
                 module.reshard()

@@ -14,9 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,9 +35,12 @@ from seqloom.integrations.transformers.checks import unwrap
 from seqloom.integrations.transformers.describe import describe_model
 from seqloom.integrations.transformers.plain_calls import FLATTEN, one_run_each, packed_lengths
 from seqloom.models import ModelAdapter
+from seqloom.models.adapter import DeferredParameters
 from seqloom.models.layer_wrapper import LayerWrapper, recompute_layers
 from seqloom.models.loss import IGNORED
-from seqloom.params import Parameters, ReplicatedParameters
+from seqloom.params import FSDPParameters, Parameters, ReplicatedParameters
+from seqloom.params.placement import move_buffers, pop_values
+from seqloom.plan import Sharding
 from seqloom.planners.plan_ahead import StepPlan
 from seqloom.planners.registry import PlannerChoice
 from seqloom.simulate import predicted_ns
@@ -161,6 +164,10 @@ class PlannedSteps:
         seed: of the planner and of dropout.
         recompute: whether plans decide which activations are recomputed; False where transformers does
             (`gradient_checkpointing_enable`).
+        sharding: "none": every rank has all parameters. "full": FSDP2 shards them over all ranks, in the model itself;
+            the optimiser is made afterwards.
+        compute_dtype: of layers whose parameters are sharded; None: that of the parameters.
+        shard_device: where shards go, as the model is read layer by layer; None: where it is.
     """
 
     model: nn.Module
@@ -171,6 +178,9 @@ class PlannedSteps:
     max_length: int | None = None
     seed: int = 0
     recompute: bool = True
+    sharding: Literal["none", "full"] = "none"
+    compute_dtype: torch.dtype | None = None
+    shard_device: torch.device | None = None
     cost: CostModel = field(init=False)
     transport: Transport = field(init=False)
     parameters: Parameters = field(init=False)
@@ -181,12 +191,13 @@ class PlannedSteps:
     def __post_init__(self) -> None:
         """Attach the model, make the communicators and the planner; all ranks call it."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
+        deferred = self._defer_values() if self.sharding == "full" else None
         attach(self.model, longest=self.max_length)
         self.cost = cost_model(
             self.cluster or found_cluster(ranks),
             spec_of(self.model),
             profile=self.profile,
-            sharding="none",
+            sharding=self.sharding,
             budget_gib=self.budget_gib,
             max_length=self.max_length,
             offload="auto" if self.recompute else False,
@@ -196,14 +207,33 @@ class PlannedSteps:
                 f"cluster {self.cost.cluster.spelling} has {self.cost.cluster.ranks} ranks, the job has {ranks}; name "
                 f"a cluster of {ranks}, or start {self.cost.cluster.ranks} processes"
             )
-        self.adapter = model_adapter(self.model)
+        self.adapter = replace(model_adapter(self.model), deferred=deferred)
         if self.recompute and any(LayerWrapper.of(layer).layer is None for layer in self.adapter.layers):
             recompute_layers(self.adapter.layers)
         family = self.cost.limits().family
         self.transport = TorchTransport(Communicators(family)) if ranks > 1 else SingleRankTransport()
-        self.parameters = ReplicatedParameters(self.adapter, self.transport)
+        self.parameters = self._place_parameters()
         planner = ThreadPlanner(self.cost, PlannerChoice(self.planner, seed=self.seed))
         self._plans = PlanBroadcast(self.transport, planner if self.transport.rank == 0 else None, self.device)
+
+    def _place_parameters(self) -> Parameters:
+        """Leave all parameters on this rank, or shard them layer by layer."""
+        if self.sharding == "none":
+            if self.compute_dtype is not None:
+                raise SeqloomError(
+                    f"compute_dtype {self.compute_dtype} of parameters that are not sharded: layers compute in the "
+                    "dtype of their parameters; load the model in it, or give sharding='full'"
+                )
+            return ReplicatedParameters(self.adapter, self.transport)
+        options = {"param_dtype": self.compute_dtype, "others_call": True}
+        return FSDPParameters(self.adapter, self.transport, Sharding(self.sharding), **options)
+
+    def _defer_values(self) -> DeferredParameters:
+        """Take the values out of the model, to be read again one by one while they are cut into shards."""
+        device = self.shard_device or next(self.model.parameters()).device
+        deferred = DeferredParameters(pop_values(self.model), device)
+        move_buffers(self.model, device)
+        return deferred
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +261,7 @@ class PlannedSteps:
         """Plan a step, and return what this rank does in it; all ranks call it with the same lengths."""
         self._step = self._step + 1 if step is None else step
         plan = self._plans.take(self._step, lengths).plan
-        dtype = self.adapter.head.weight.dtype
+        dtype = self.compute_dtype or self.adapter.head.weight.dtype
 
         def prepare(context: Context) -> None:
             self.adapter.prepare(context, dtype)  # pyrefly: ignore[bad-argument-type]
