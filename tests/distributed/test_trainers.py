@@ -1,12 +1,17 @@
 """Trainers of other libraries under plans, on gloo processes, give what their plain runs in one process give."""
 
 import pytest
+import torch
 
 from support.scripts import run_function
+from support.tiny_models import tiny_model
 from support.trainer_runs import (
     Stream,
+    arguments,
     assert_alike,
+    documents,
     evaluations,
+    mixed_precision,
     padded,
     plain_trainer,
     planned_trainer,
@@ -63,6 +68,62 @@ def test_a_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, fork_s
     whole = run_function(planned_trainer, 2, tmp_path, tmp_path, "llama", saves, "auto")[0]
     for losses, trained, norms in run_function(resumed, ranks, tmp_path, tmp_path, 4):
         assert_alike((losses[-2:], trained, norms[-2:]), (whole[0][4:], whole[1], whole[2][4:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "wrap", "ranks"), [("qwen3", None, 2), ("llama", with_adapters, 4)])
+def test_sharded_parameters(name, wrap, ranks, tmp_path, fork_server):
+    """Also where adapters have fewer rows than there are ranks."""
+    changes = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
+    wanted = run_function(plain_trainer, 1, tmp_path, tmp_path, name, changes, wrap)[0]
+    given = (tmp_path, name, changes, "auto", None, wrap, documents, "full")
+    for found in run_function(planned_trainer, ranks, tmp_path, *given):
+        assert_alike(found, wanted)
+
+
+@pytest.mark.slow
+def test_evaluations_of_sharded_parameters(tmp_path, fork_server):
+    wanted = run_function(evaluations, 1, tmp_path, tmp_path, False)[0]
+    for found in run_function(evaluations, 2, tmp_path, tmp_path, True, "full"):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "then", "ranks"), [("full", "none", 1), ("full", "full", 4), ("none", "full", 2)])
+def test_checkpoints_of_sharded_and_whole_parameters_are_the_same(saved, then, ranks, tmp_path, fork_server):
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    given = (tmp_path, "llama", saves, "auto", None, None, documents, saved)
+    whole = run_function(planned_trainer, 2, tmp_path, *given)[0]
+    for losses, trained, norms in run_function(resumed, ranks, tmp_path, tmp_path, 4, then):
+        assert_alike((losses[-2:], trained, norms[-2:]), (whole[0][4:], whole[1], whole[2][4:]))
+
+
+@pytest.mark.slow
+def test_bfloat16_with_float32_masters(tmp_path, fork_server):
+    wanted = run_function(plain_trainer, 1, tmp_path, tmp_path, "llama", {})[0]
+    for losses, trained, norms in run_function(mixed_precision, 2, tmp_path, tmp_path):
+        assert losses == pytest.approx(wanted[0], rel=5e-3) and norms == pytest.approx(wanted[2], rel=5e-2)
+        assert {values.dtype for values in trained.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"bf16": True}, "bf16: .*sharding='full'"), ({"fp16": True}, "fp16"), ({"fsdp": True}, "fsdp")],
+)
+def test_settings_that_are_refused(changes, words, tmp_path, monkeypatch):
+    from transformers import TrainingArguments
+
+    from seqloom.errors import SeqloomError
+    from seqloom.integrations.transformers.trainer import SeqloomTrainer, check_trainer
+
+    settings = TrainingArguments(**arguments(tmp_path, 1, **{each: False for each in changes}))
+    trainer = SeqloomTrainer(tiny_model("llama"), settings, train_dataset=documents())
+    if "fsdp" in changes:
+        trainer.args.fsdp = True  # with it, transformers builds no trainer in a process of its own
+    else:
+        monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", words[:4])
+    with pytest.raises(SeqloomError, match=f"SeqloomTrainer with {words}"):
+        check_trainer(trainer)
 
 
 def assert_sft_alike(found, wanted):

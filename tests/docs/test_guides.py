@@ -20,6 +20,9 @@ MAKES = {
     "calibrate": ["machine.json"],
     "read-a-timeline": ["planners.html", "plan.html", "plan-trace.json"],
     "hang": ["run/trace-2.json"],
+    "trainer": ["run/checkpoint-6/model.safetensors"],
+    "trl": ["run/checkpoint-4/adapter_model.safetensors", "run/checkpoint-4/model.safetensors"],
+    "accelerate": ["state/model.safetensors"],
     "resume-elsewhere": ["run/checkpoints/step-00000008", "again/checkpoints/step-00000008"],
 }
 """What a reader has in the folder afterwards, as the page says."""

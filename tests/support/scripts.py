@@ -11,7 +11,7 @@ from typing import Any
 
 
 def run_script(script: Path, ranks: int, folder: Path) -> str:
-    """Run a script on some ranks and return what the first one printed; needs the fixture `fork_server`."""
+    """Run a script on some ranks, in a folder, and return what the first one printed; needs `fork_server`."""
     files = [folder / f"{rank}-of-{ranks}.txt" for rank in range(ranks)]
     _run_ranks(ranks, _run_script, [(script, file) for file in files])
     return files[0].read_text()
@@ -50,6 +50,7 @@ def _as_rank(target: Callable[..., None], rank: int, ranks: int, port: int, *arg
 
 
 def _run_script(script: Path, output: Path) -> None:
+    os.chdir(output.parent)
     with output.open("w") as out, redirect_stdout(out):
         runpy.run_path(str(script))
 

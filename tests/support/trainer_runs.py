@@ -114,7 +114,7 @@ def planned_trainer(
     return outcome(SeqloomTrainer(model, settings, data_collator=collator, **options))
 
 
-def evaluations(folder: Path, planned: bool) -> list[float]:
+def evaluations(folder: Path, planned: bool, sharding: str = "none") -> list[float]:
     """Train an epoch, and return the losses of evaluations meanwhile: of 2 batches of 6 documents."""
     from transformers import Trainer, TrainingArguments
 
@@ -123,23 +123,36 @@ def evaluations(folder: Path, planned: bool) -> list[float]:
     ranks = int(os.environ["WORLD_SIZE"])
     changes = {"num_train_epochs": 1, "eval_strategy": "steps", "eval_steps": 1}
     settings = TrainingArguments(**arguments(folder, ranks, per_device_eval_batch_size=6 // ranks, **changes))
-    make, options = (SeqloomTrainer, {"planner": "static:2"}) if planned else (Trainer, {"data_collator": padded})
+    given = {"planner": "static:2", "sharding": sharding}
+    make, options = (SeqloomTrainer, given) if planned else (Trainer, {"data_collator": padded})
     trainer = make(
         tiny_model("llama"), settings, train_dataset=documents(), eval_dataset=documents(12, seed=1), **options
     )
+    trainer.evaluate()  # before the optimiser is made
     trainer.train()
     return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
-def resumed(folder: Path, step: int) -> Any:
+def resumed(folder: Path, step: int, sharding: str = "none") -> Any:
     """Go on after a step of a run of `planned_trainer` that has written checkpoints, on all ranks of the job."""
     from transformers import TrainingArguments
 
     from seqloom.integrations.transformers.trainer import SeqloomTrainer
 
     settings = TrainingArguments(**arguments(folder, int(os.environ["WORLD_SIZE"])))
-    trainer = SeqloomTrainer(tiny_model("llama"), settings, train_dataset=documents())
+    trainer = SeqloomTrainer(tiny_model("llama", seed=5), settings, train_dataset=documents(), sharding=sharding)
     return outcome(trainer, resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+
+
+def mixed_precision(folder: Path) -> Any:
+    """Train a float32 model with sharded parameters in bfloat16."""
+    from transformers import TrainingArguments
+
+    from seqloom.integrations.transformers.trainer import SeqloomTrainer
+
+    settings = TrainingArguments(**arguments(folder, int(os.environ["WORLD_SIZE"]), bf16=True))
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    return outcome(SeqloomTrainer(model, settings, train_dataset=documents(), sharding="full"))
 
 
 def tokenizer() -> Any:

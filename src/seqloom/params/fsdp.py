@@ -154,6 +154,7 @@ class FSDPParameters(Parameters):
             setattr(whole, LOSS, self._loss.forward)
             register_fsdp_forward_method(whole, LOSS)
             self._run = getattr(whole, LOSS)
+            whole.register_forward_hook(lambda *_: self._reshard_unless_backward(), always_call=True)
         self._sharded = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded:
             _sum_all_gradients(module)
@@ -238,10 +239,14 @@ class FSDPParameters(Parameters):
                 "shards over all ranks: they run the whole model; plan with one stage, or use PipelineFSDP"
             )
         loss = self._run(inputs, labels, context)
-        if not torch.is_grad_enabled():  # no backward will free what forward has gathered
+        self._reshard_unless_backward()
+        return loss
+
+    def _reshard_unless_backward(self) -> None:
+        """Free what a forward has gathered, where no backward will do it."""
+        if not torch.is_grad_enabled():
             for module in self._sharded:
                 module.reshard()
-        return loss
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. Without `reduce`, unsharded gradients add up on this rank."""
