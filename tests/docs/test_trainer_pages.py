@@ -1,4 +1,4 @@
-"""docs/how-to/{trainer,trl,accelerate}.md: blocks are the example files, which give the same on any number of processes."""
+"""The how-tos for trainers: their blocks are the example files, which give the same on any number of processes."""
 
 import re
 import shutil

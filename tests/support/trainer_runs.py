@@ -247,7 +247,7 @@ def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> lis
 def grpo_run(
     folder: Path, name: str, changes: dict[str, Any], planner: str | None, wrap: Any = None, ranks: int | None = None
 ) -> Any:
-    """Train with TRL's `GRPOTrainer` on completions of `rollout`; `planner`: with `SeqloomGRPOTrainer`. See `dpo_run`."""
+    """Train with TRL's `GRPOTrainer` on completions of `rollout`; `planner`: with `SeqloomGRPOTrainer`: `dpo_run`."""
     from datasets import Dataset, disable_progress_bars
     from trl import GRPOConfig, GRPOTrainer
 

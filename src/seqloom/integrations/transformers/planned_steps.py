@@ -192,8 +192,8 @@ class PlannedSteps:
         """Attach the model, make the communicators and the planner; all ranks call it."""
         if hasattr(self.model, "_original_forward"):
             raise SeqloomError(
-                "a model that accelerate runs with mixed precision: plans call its layers, which compute in the dtype of "
-                "their parameters; make the Accelerator without mixed_precision and load the model in bfloat16, or "
+                "a model that accelerate runs with mixed precision: plans call its layers, which compute in the dtype "
+                "of their parameters; make the Accelerator without mixed_precision and load the model in bfloat16, or "
                 "give sharding='full' and compute_dtype"
             )
         ranks = dist.get_world_size() if dist.is_initialized() else 1

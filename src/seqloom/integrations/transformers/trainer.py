@@ -115,7 +115,6 @@ class PlannedTraining:
             // self.planned_steps.transport.ranks
         )
 
-
     # Sharded parameters: checkpoints hold them whole, as those of an unsharded run.
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
