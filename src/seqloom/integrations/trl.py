@@ -79,13 +79,21 @@ class PlannedLogProbs:
         host: Any = self
         check_trainer(host)
         check_log_probs(host)
-        given = {"cluster": cluster, "profile": profile, "budget_gib": budget_gib, "max_length": max_length}
-        given |= {"planner": planner, "seed": host.args.seed, "recompute": not host.args.gradient_checkpointing}
+        steps = functools.partial(
+            PlannedSteps,
+            planner=planner,
+            cluster=cluster,
+            profile=profile,
+            budget_gib=budget_gib,
+            max_length=max_length,
+            seed=host.args.seed,
+            recompute=not host.args.gradient_checkpointing,
+        )
         temperature = getattr(host, "temperature", 1.0)
-        self.planned_steps = PlannedSteps(host.model, **given)
+        self.planned_steps = steps(host.model)
         plan_fused_head(self.planned_steps, temperature, statistics=True)
         if host.ref_model is not None:
-            plan_fused_head(PlannedSteps(host.ref_model, **given), temperature, statistics=False)
+            plan_fused_head(steps(host.ref_model), temperature, statistics=False)
 
     def compute_loss(self, model: torch.nn.Module, *args: Any, **keywords: Any) -> Any:
         """Return TRL's loss of this rank's rows, of the model itself: its gradients are joined without a wrapper."""
