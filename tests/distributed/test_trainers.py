@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, fork_s
 @pytest.mark.parametrize(("name", "wrap", "ranks"), [("qwen3", None, 2), ("llama", with_adapters, 4)])
 def test_sharded_parameters(name, wrap, ranks, tmp_path, fork_server):
     """Also where adapters have fewer rows than there are ranks."""
-    changes = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
+    changes = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all", "max_steps": 2}
     wanted = run_function(plain_trainer, 1, tmp_path, tmp_path, name, changes, wrap)[0]
     given = (tmp_path, name, changes, "auto", None, wrap, documents, "full")
     for found in run_function(planned_trainer, ranks, tmp_path, *given):
