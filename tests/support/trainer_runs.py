@@ -155,6 +155,45 @@ def mixed_precision(folder: Path) -> Any:
     return outcome(SeqloomTrainer(model, settings, train_dataset=documents(), sharding="full"))
 
 
+def accelerate_loop(folder: Path, planned: bool, sharding: str = "none", resume: bool = False) -> Any:
+    """Train in a loop with accelerate; return the `outcome` of its steps. The state after step 2 is saved, or loaded."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader
+
+    from seqloom.integrations.transformers.planned_steps import PlannedSteps, whole_batches
+    from seqloom.params.interface import full_tensor
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True), tiny_model("llama", seed=5 if resume else 0)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    steps = PlannedSteps(model, "static:2", sharding=sharding) if planned else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(0)}
+    loader = DataLoader(documents(), batch_size=5, collate_fn=padded, **shuffled)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    if steps is not None:
+        loader = whole_batches(loader)
+    if resume:
+        accelerator.load_state(str(folder / "state"))
+        loader = accelerator.skip_first_batches(loader, 2)
+    losses, norms = [], []
+    for batch in loader:
+        if steps is None:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            losses.append(loss.item())
+        else:
+            losses.append(steps.backward(batch).loss)
+        norms.append(float(full_tensor(accelerator.clip_grad_norm_(model.parameters(), 0.5))))
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(losses) == 2 and planned and not resume and sharding == "none":
+            accelerator.save_state(str(folder / "state"))
+    named = [(name, each.detach()) for name, each in model.named_parameters()]
+    return losses, {name: full_tensor(each).clone() for name, each in named}, norms
+
+
 def tokenizer() -> Any:
     """Return a tokenizer with a word for every token of the tiny models."""
     from tokenizers import Tokenizer, models, pre_tokenizers
