@@ -113,3 +113,27 @@ class TestOneProcess:
                 completion_log_probs(steps, *given)
         with pytest.raises(SeqloomError, match="temperature 0"):
             completion_log_probs(steps, [[1]], [[2]], temperature=0.0)
+
+    def test_rows_that_are_refused(self, steps):
+        from seqloom.errors import SeqloomError
+        from seqloom.integrations.log_probs import row_log_probs
+        from seqloom.integrations.transformers.planned_steps import PlannedSteps
+
+        ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
+        for labels, given in ((ids, torch.tensor([[1, 0, 1, 1]])), (torch.tensor([[-100, 6, 7, 8]]), mask)):
+            with pytest.raises(SeqloomError, match="rows with holes .* or with a label that no token"):
+                row_log_probs(steps, ids, labels, given)
+        steps.sharding = "full"
+        with pytest.raises(SeqloomError, match="sharding 'full'"):
+            row_log_probs(steps, ids, ids, torch.ones_like(ids))
+        with pytest.raises(SeqloomError, match="compute_dtype .* not sharded"):
+            PlannedSteps(tiny_model("llama"), compute_dtype=torch.bfloat16)
+
+    def test_rows_without_a_label_have_zeros_with_gradients(self, steps):
+        from seqloom.integrations.log_probs import row_log_probs
+
+        ids = torch.tensor([[5, 6, 7, 8]])
+        found = row_log_probs(steps, ids, torch.full_like(ids, -100), statistics=True)
+        found.log_probs.sum().backward()
+        assert not found.log_probs.any() and not found.entropy.any()
+        assert all(not each.grad.any() for each in steps.model.parameters())

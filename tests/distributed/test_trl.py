@@ -20,7 +20,7 @@ def on_two_ranks(run, folder, name, changes, planner, wrap=None):
     return run_function(run, 2, folder, folder, name, changes, planner, wrap)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [RUNS[0], pytest.param(*RUNS[1].values, id="grpo", marks=pytest.mark.slow)])
 def test_one_process(run, tmp_path):
     wanted = run(tmp_path, "llama", {"max_steps": 1}, None)
     assert_trl_alike(run(tmp_path, "llama", {"max_steps": 1}, "auto"), wanted)

@@ -156,9 +156,10 @@ def mixed_precision(folder: Path) -> Any:
 
 
 def accelerate_loop(folder: Path, planned: bool, sharding: str = "none", resume: bool = False) -> Any:
-    """Train in a loop with accelerate; return the `outcome` of its steps. The state after step 2 is saved, or loaded."""
+    """Train in a loop with accelerate; return the `outcome` of its steps. The state of step 2 is saved, or loaded."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+    from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
 
     from seqloom.integrations.transformers.planned_steps import PlannedSteps, whole_batches
@@ -167,7 +168,7 @@ def accelerate_loop(folder: Path, planned: bool, sharding: str = "none", resume:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator, model = Accelerator(cpu=True), tiny_model("llama", seed=5 if resume else 0)
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    steps = PlannedSteps(model, "static:2", sharding=sharding) if planned else None
+    steps = PlannedSteps(model, "auto", sharding=sharding) if planned else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(0)}
     loader = DataLoader(documents(), batch_size=5, collate_fn=padded, **shuffled)
@@ -180,7 +181,8 @@ def accelerate_loop(folder: Path, planned: bool, sharding: str = "none", resume:
     losses, norms = [], []
     for batch in loader:
         if steps is None:
-            loss = model(**batch).loss
+            logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            loss = cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())  # in float64
             accelerator.backward(loss)
             losses.append(loss.item())
         else:
