@@ -121,12 +121,12 @@ class TestOneProcess:
 
         ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
         for labels, given in ((ids, torch.tensor([[1, 0, 1, 1]])), (torch.tensor([[-100, 6, 7, 8]]), mask)):
-            with pytest.raises(SeqloomError, match="rows with holes .* or with a label that no token"):
+            with pytest.raises(SeqloomError, match=r"rows with holes .* or with a label that no token"):
                 row_log_probs(steps, ids, labels, given)
         steps.sharding = "full"
         with pytest.raises(SeqloomError, match="sharding 'full'"):
             row_log_probs(steps, ids, ids, torch.ones_like(ids))
-        with pytest.raises(SeqloomError, match="compute_dtype .* not sharded"):
+        with pytest.raises(SeqloomError, match=r"compute_dtype .* not sharded"):
             PlannedSteps(tiny_model("llama"), compute_dtype=torch.bfloat16)
 
     def test_rows_without_a_label_have_zeros_with_gradients(self, steps):
