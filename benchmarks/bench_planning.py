@@ -150,6 +150,11 @@ def main(argv: list[str] | None = None) -> None:
         command += ["--quick"] * arguments.quick
         found += json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     found += [] if arguments.quick else [first_plan()]
+    report(found, arguments)
+
+
+def report(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Print and write the rows beside their targets."""
     checks = [Check(f"{row['what']}: seconds", row["cpu_s"], row["most_s"]) for row in found]
     gaps = [row for row in found if row["gap_percent"] is not None]
     checks += [Check(f"{row['what']}: % above the bound", row["gap_percent"], GAP_PERCENT) for row in gaps]

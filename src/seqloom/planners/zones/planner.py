@@ -112,9 +112,7 @@ def plan_zones(
     if mixes := mixtures(holding)[: 1 if quick else MAX_MIXTURES]:
         mixed = fill_mixtures(mixes, fillings, cost.plan_ns(with_layer_choices(plans[0], cost)))
         plans += [] if mixed is None else [plan_of(mixed.prices, mixed.rounds, array)]
-    if quick:
-        return plans[-1]
-    plans = [with_remapping(plan, cost) for plan in plans]
+    plans = plans if quick else [with_remapping(plan, cost) for plan in plans]
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: cost.plan_ns(with_layer_choices(plan, cost)))
 
 
@@ -155,8 +153,9 @@ def mixtures(holding: Sequence[SingleRankPrices]) -> list[Mixture]:
                     range(layers), True, key=lambda n: mixed_capacity(*capacities, n + 1, layers) < most
                 )
                 if 0 < lighter < layers:
-                    mixes.append((replace(heavy, lighter_layers=lighter), rounds))
-    return sorted(mixes, key=lambda mix: mix[0].least_ns(mix[1]))
+                    least = lighter * light.least_ns(rounds) + (layers - lighter) * heavy.least_ns(rounds)
+                    mixes.append((least, rounds, replace(heavy, lighter_layers=lighter)))
+    return [(single, rounds) for _, rounds, single in sorted(mixes, key=lambda mix: mix[:2])]
 
 
 def roomy_rounds(single: SingleRankPrices) -> int:
