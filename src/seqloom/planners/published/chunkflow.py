@@ -62,7 +62,7 @@ def plan_chunkflow(lengths: np.ndarray, cost: CostModel, *, stages: int | None =
         longest = int(array.max())
         raise MemoryBudgetError(
             f"planner chunkflow finds no chunks of {LEAST_CHUNK} tokens or more with which a longest sequence of "
-            f"{longest} tokens fits into {cost.ranks} GPUs; {drop_longer(longest // 2)}, "
+            f"{longest} tokens fits into {cost.ranks} GPUs; {how_to_drop(longest // 2)}, "
             f"{cost.ways_out}, or choose another planner"
         )
     return min(plans, key=lambda found: found[0])[1]
