@@ -21,7 +21,7 @@ import numpy as np
 from seqloom.cost import CostModel, GroupShape
 from seqloom.cost.memory import pipeline_limits
 from seqloom.describe import Batch
-from seqloom.errors import MemoryBudgetError, SeqloomError, drop_longer
+from seqloom.errors import MemoryBudgetError, SeqloomError, how_to_drop
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Limits, Pipeline, Plan, Reduce, Round
 from seqloom.planners.packing import first_fit
