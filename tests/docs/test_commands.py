@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = Path(__file__).parent
 FENCE = re.compile(r"^```(?:sh|bash|shell|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ANY_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(
     r"^    ((?:seqloom (?!plan 1)[a-z]+ [\w./-]|python |make |pip |torchrun |sbatch ).*)$", re.MULTILINE
 )
@@ -18,14 +19,15 @@ RUN_BY = {
     "data": "test_data_page.py",
     "fine-tuning": "test_fine_tuning_page.py",
     **dict.fromkeys(("attention", "cost-model", "experts", "huggingface"), "test_{}_page.py"),
-    **dict.fromkeys(("hydraulis", "pipelines", "schedules", "training"), "test_{}_page.py"),
+    **dict.fromkeys(("hydraulis", "pipelines", "schedules", "tensor-parallelism", "training"), "test_{}_page.py"),
 }
 """Pages that have a test of their own; those of tutorials and how-tos are run by test_guides.py."""
 NOT_RUN = {
     "seqloom profile --quick": "measures for minutes; tests of the verb measure small sizes",
     "torchrun --nproc-per-node 4 examples/own_loop.py": "test_huggingface_page.py runs the example",
+    "torchrun --nproc-per-node 2 examples/": "test_trainer_pages.py runs the examples",
     "seqloom replay runs/own/failed": "needs a step that has failed; tests of replay make one",
-    'pip install "seqloom[train,data,hf,fast,gpu]"': "installs",
+    'pip install "seqloom[train,data,hf,gpu]"': "installs",
     "seqloom data prepare corpus.jsonl --out corpus --tokenizer FOLDER": "FOLDER is the reader's",
     "seqloom check recipes/qwen3-8xh200.toml": "needs the reader's corpus and model",
     "seqloom verify recipes/qwen3-8xh200.toml --nccl": "eight GPUs",
@@ -51,7 +53,7 @@ def test_every_command_is_run_or_listed():
         if FENCE.search(text) and path.stem not in RUN_HERE and path.parent.name not in ("tutorials", "how-to"):
             test = TESTS / RUN_BY[path.stem].format(path.stem.replace("-", "_"))
             assert path.name in test.read_text(), f"{path.name} has commands that no test runs"
-        for command in INDENTED.findall(FENCE.sub("", text)):
+        for command in INDENTED.findall(ANY_FENCE.sub("", text)):
             reasons = [start for start in NOT_RUN if command.startswith(start)]
             assert reasons, f"{path.name}: {command!r} is run by no test; list it here with the reason"
             listed.update(reasons)

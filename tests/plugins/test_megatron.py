@@ -25,7 +25,7 @@ from seqloom.integrations.megatron import (
     packed_seq_params,
     packed_sequences,
 )
-from seqloom.planners.published.rivals import group_sizes
+from seqloom.planners.published.megatron import group_sizes
 from support.pages import python_blocks
 
 pytestmark = pytest.mark.plugins

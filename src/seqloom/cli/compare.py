@@ -23,7 +23,7 @@ Planners = Annotated[
     str,
     Option(
         help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages, hydraulis needs sharding "
-        "free. Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin."
+        "free. `seqloom list planners` names all, the published rivals among them."
     ),
 ]
 

@@ -32,8 +32,8 @@ Planner = Annotated[
     str,
     Option(
         help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), hydraulis "
-        "(sharding free), exact, auto; published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin; "
-        "hbp: all sequences are made into steps."
+        "(sharding free), exact, auto; hbp: all sequences are made into steps. `seqloom list planners` names all, the "
+        "published rivals among them."
     ),
 ]
 Tokens = Annotated[int | None, Option(help="Instead: as many whole sequences as fit in this many tokens.")]

@@ -6,6 +6,7 @@ The learning rate is a pure function of the step, so a resumed run needs no stat
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ def make_optimiser(
     return torch.optim.AdamW(groups, fused=fused, **rates)
 
 
-class MatrixOptimiser(torch.optim.AdamW):
+class MatrixOptimiser(torch.optim.AdamW, ABC):
     """AdamW that updates the matrices of its special groups in another way.
 
     Attributes:
@@ -100,15 +101,15 @@ class MatrixOptimiser(torch.optim.AdamW):
         finally:
             self.param_groups = everything
 
+    @abstractmethod
     def empty_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the state of a special matrix that was never updated."""
-        raise NotImplementedError
 
+    @abstractmethod
     def update(
         self, parameter: nn.Parameter, gradient: torch.Tensor, state: dict[str, Any], group: Mapping[str, Any]
     ) -> None:
         """Update a special matrix and its state in place."""
-        raise NotImplementedError
 
 
 class Muon(MatrixOptimiser):
