@@ -36,7 +36,7 @@ gated = true
 vocabulary = 257
 tied = true
 """
-STEPS, EVERY = 60, 5
+STEPS, EVERY = 240, 5
 LIMIT_S = 120
 """Seconds after which a start that neither ends nor goes on counts as hanging."""
 OWN_DISK, FREEZES, FAKE_CLOCK = "a file system of its own", "a file system that freezes", "libfaketime"
