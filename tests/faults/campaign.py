@@ -36,7 +36,7 @@ gated = true
 vocabulary = 257
 tied = true
 """
-STEPS, EVERY = 240, 5
+EVERY = 5
 LIMIT_S = 120
 """Seconds after which a start that neither ends nor goes on counts as hanging."""
 OWN_DISK, FREEZES, FAKE_CLOCK = "a file system of its own", "a file system that freezes", "libfaketime"
@@ -308,6 +308,7 @@ class Campaign:
     place: Path
     draw: random.Random
     ranks: tuple[int, ...] = (2,)
+    steps: int = 240
     injected: list[str] = field(default_factory=list)
 
     def command(self, run: str, ranks: int) -> list[str]:
@@ -323,7 +324,7 @@ class Campaign:
             "model.dtype": "float64",
             "plan.planner": "flex",
             "plan.capacity": 96,
-            "run.steps": STEPS,
+            "run.steps": self.steps,
             "run.output": self.place / run,
             "run.timeout_s": TIMEOUT_S,
             "schedule.warmup": 0,

@@ -165,8 +165,11 @@ NODE_FAULTS = (
 )
 
 
+@dataclass
 class NodesCampaign(Campaign):
     """A campaign whose starts are on two nodes; faults are those of `NODE_FAULTS`."""
+
+    steps: int = 60  # that wait for links
 
     def words(self, run: str) -> list[str]:
         """What follows `seqloom train` on every node."""

@@ -84,14 +84,15 @@ def main() -> None:
     of = {"commit": commit(), "kinds": arguments.kind, "seed": arguments.seed}
     pieces = Pieces(arguments.state, of, {"runs": 0, "faults": {}, "failures": []}, arguments.seconds)
     counts, met = pieces.counts, Counter(pieces.counts["faults"])
-    whole: dict[int, float] | None = None
+    undisturbed: dict[int, dict[int, float]] = {}
     while met.total() < arguments.faults and not counts["failures"] and pieces.has_time:
         with workplace() as (place, meets):
             campaign, kinds = one_campaign(place, meets, arguments.seed + counts["runs"], arguments.kind)
-            whole = campaign.undisturbed() if whole is None else whole
+            if campaign.steps not in undisturbed:
+                undisturbed[campaign.steps] = campaign.undisturbed()
             try:
                 campaign.run(kinds)
-                compare(losses(place / "run"), whole, torn="metrics torn" in campaign.injected)
+                compare(losses(place / "run"), undisturbed[campaign.steps], torn="metrics torn" in campaign.injected)
             except Failed as error:
                 counts["failures"].append(f"campaign with seed {arguments.seed + counts['runs']}: {error}")
             met.update(campaign.injected)
