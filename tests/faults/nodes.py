@@ -120,7 +120,10 @@ def _cut_for_a_moment(start: NodesStart, draw: random.Random) -> None:
 
 
 def _slow(start: NodesStart, draw: random.Random) -> None:
-    start.hosts.set_rate(draw.choice((HEAD, OTHER)), SLOW_MBIT)
+    node = draw.choice((HEAD, OTHER))
+    start.hosts.set_rate(node, SLOW_MBIT)
+    time.sleep(draw.uniform(2, 10))
+    start.hosts.set_rate(node, RATE_MBIT)
 
 
 def _lossy(start: NodesStart, draw: random.Random) -> None:
