@@ -48,6 +48,7 @@ class NodesStart:
             "NODES": f"1:{NODES}" if self.elastic else str(NODES),
             "NODE_RANK": str(node),
             "RANKS_PER_NODE": "1",
+            "OMP_NUM_THREADS": "1",  # the nodes share the cores of this machine
             "HEAD": self.hosts.address(HEAD),
             "GLOO_SOCKET_IFNAME": LINK,
             "PET_LOCAL_ADDR": self.hosts.address(node),  # all nodes have this machine's name
