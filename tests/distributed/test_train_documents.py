@@ -38,6 +38,7 @@ def trained(seqloom_here, place, run, ranks, *settings):
     return (logged(place / run, "loss"), logged(place / run, "evaluation_loss")), result
 
 
+@pytest.mark.slow
 def test_documents_are_prepared_once_and_trained_on_as_their_store(seqloom_here, place):
     named = ("data.source=pairs.jsonl", "data.validation=held-out", "data.tokenizer=bytes")
     named += ("data.fields.prompt=question", "data.fields.answer=reply")

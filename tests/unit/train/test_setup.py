@@ -163,7 +163,7 @@ def test_auto_takes_the_faster_place_of_the_head_and_keeps_it():
     assert setup.choices.head == "all" and len(setup.planners.stages) == 8
 
 
-@pytest.mark.parametrize("stages", ["1", "auto"])
+@pytest.mark.parametrize("stages", ["1", pytest.param("auto", marks=pytest.mark.slow)])
 def test_auto_takes_the_fastest_expert_degree_and_all_ranks_the_same(stages):
     few = [f"pipeline.stages={stages}", "plan.planner=static", "data.source=toy:40", "data.max_length=300"]
     setups = {

@@ -27,7 +27,7 @@ def busiest_over_mean(plan, cost):
     return max(by_pp_rank) / np.mean(by_pp_rank)
 
 
-@pytest.mark.parametrize(("length", "count"), [(8192, 24), (65536, 2)])
+@pytest.mark.parametrize(("length", "count"), [(8192, 24), pytest.param(65536, 2, marks=pytest.mark.slow)])
 def test_eight_stages_of_llama_are_level_and_faster(length, count):
     cost = cost_model("1x8xH100", "llama3-8b", stages=8)
     plans = {
