@@ -372,6 +372,7 @@ class Campaign:
                     os.kill(pid, signal.SIGKILL)
             process.wait()
             reader.join(timeout=10)
+            process.stderr.close()
         self.injected.append(fault.name)
         text = "".join(said)
         if "Traceback" in text:
