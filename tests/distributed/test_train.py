@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -236,8 +237,11 @@ def test_a_planner_that_cannot_plan_never_stops_training_and_the_log_says_why(se
 
 
 def test_measured_steps_refit_the_profile_and_a_resumed_run_goes_on_with_the_factors(seqloom_here, place, tmp_path):
-    """The profile of CPUs is far off for a model so small: the first refit is certain to change something."""
+    """A profile by which a step takes seconds longer than on any machine: the first refit is certain to change it."""
+    profile = json.loads((resources.files("seqloom.cost") / "profiles" / "cpu.json").read_text())
+    (tmp_path / "slow.json").write_text(json.dumps(profile | {"name": "slow", "step_us": 20_000_000}))
     settings = {"evaluation.every": 0, "checkpoint.every": 0, "run.output": tmp_path / "run"}
+    settings |= {"plan.profile": tmp_path / "slow.json"}
     for steps in (12, 16):
         done = seqloom_here(*command(place, "", settings | {"run.steps": steps}), "--ranks", 2)
         assert done.returncode == 0, done.stderr

@@ -52,6 +52,7 @@ def test_the_rows_of_the_figure_are_those_that_ep_groups_send(drawing):
         assert pairs == sum(len(some) for *_, some in wanted)
 
 
+@pytest.mark.slow
 def test_the_planning_commands_run_and_print_the_line_of_the_page(run_block):
     said = " ".join(run_block("sh", PLANS).split())
     [line] = re.findall(r"^    (expert degree 8.*)$", PAGE, re.MULTILINE)
