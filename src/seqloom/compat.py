@@ -247,11 +247,12 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def lost_rank_reason(error: BaseException) -> str | None:
     """Return what torch says of a rank that is gone or late, in a sentence; None: the error is another one.
 
-    The store and NCCL have error types; gloo raises RuntimeError with the position in its source.
+    The store and NCCL have error types. gloo raises RuntimeError with the position in its source, and so do two verbs
+    of NCCL (an all-to-all, a send) with the number of ncclSystemError or ncclRemoteError.
     """
     text = str(error).strip()
-    of_gloo = isinstance(error, RuntimeError) and re.match(r"\[\S*/gloo/\S*:\d+\] ", text)
-    if not of_gloo and not isinstance(error, dist.DistError):
+    untyped = isinstance(error, RuntimeError) and re.match(r"\[\S*/gloo/\S*:\d+\] |NCCL Error [26]: ", text)
+    if not untyped and not isinstance(error, dist.DistError):
         return None
     line = next(iter(text.splitlines()), type(error).__name__).removesuffix(":")
     return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.dist import SingleRankTransport, bind_single_rank
+from seqloom.dist import Communicators, SingleRankTransport, TorchTransport, bind_single_rank
+from seqloom.dist.transport import P2PTensor
 from seqloom.models import defer_weight_gradients
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.params import PipelineFSDP, Placement
-from seqloom.plan import Sharding, Stage
+from seqloom.plan import GroupFamily, Sharding, Stage
 from support.held_memory import waiting_bytes
 from support.steps import Step, tiny_spec
 
@@ -85,3 +86,16 @@ def test_two_stages_on_one_gpu(job):
     assert sum(each.untyped_storage().nbytes() for each in adapter.module.parameters()) == 0
     exact = gradients_in(torch.float64, "cpu")
     assert furthest(found, exact) < 2 * furthest(gradients_in(torch.bfloat16), exact)
+
+
+def test_rows_that_stay_on_a_rank_are_there_when_another_stream_has_waited(job):
+    """A message between stages starts on a stream of its own, and no handle of NCCL's covers a copy on this rank."""
+    transport = TorchTransport(Communicators(GroupFamily(1, 1)))
+    source, target = torch.ones(1_000, device=DEVICE), torch.zeros(1_000, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second
+        exchange = transport.exchange([P2PTensor(0, source)], [P2PTensor(0, target)])
+    assert not exchange.done()
+    exchange.wait()
+    assert torch.equal(target, source) and exchange.done()

@@ -13,6 +13,7 @@ from seqloom.layout import Route, Span
 from seqloom.models import ModelAdapter, recompute_layers
 from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding
+from seqloom.plan.rules.structure import stage_groups
 from seqloom.schedules.registry import SCHEDULE_NAMES
 from support.head_stages import head_stage_steps
 from support.pipelines import pipeline_plans, pipeline_steps
@@ -31,6 +32,7 @@ from support.steps import (
     with_experts,
 )
 from support.two_layouts import shifted
+from support.workers import family_of
 
 WORLDS = (2, 4, 8)
 """Worlds of their own have communicators of their own, so there are few."""
@@ -53,6 +55,14 @@ def draw_plan(data, plans):
     """Draw a plan for a world that there is; free sharding needs the whole job."""
     plan = data.draw(plans)
     assume(plan.limits.ranks in (WORLDS[-1:] if plan.sharding == Sharding.FREE else WORLDS))
+    return with_communicators(plan)
+
+
+def with_communicators(plan):
+    """Refuse a plan with Ulysses blocks that the pool, whose ranks are one node, has no communicator for."""
+    family = family_of(plan.limits.ranks)
+    blocks = [block for _, _, group in stage_groups(plan) for block in group.ulysses_groups()]
+    assume(all(family.contains(block[0], len(block)) for block in blocks))
     return plan
 
 
@@ -66,7 +76,7 @@ def whole_job(plan):
         plan.validate()
     except PlanError:  # routes of other nodes, or EP groups that do not divide them
         reject()
-    return plan
+    return with_communicators(plan)
 
 
 # ---- Random plans

@@ -48,11 +48,20 @@ class WorkerError(SeqloomError):
     """A body failed on a worker, or did not end in time. The message holds tracebacks of the workers."""
 
 
+MOST_GROUPS = 100
+"""Process groups of a worker; those of its worlds are about 30."""
+
+
+def family_of(ranks: int) -> GroupFamily:
+    """Return the blocks that a pool's tasks of so many ranks may use."""
+    return GroupFamily.cached(ranks, node_size=ranks)
+
+
 class Workers:
     """`size` processes of one thread each on this machine, with gloo between them or NCCL. They start at the first run.
 
-    Attributes:
-        groups: process groups of the process that has most.
+    Meshes that tasks make stay, since torch caches what it computes with them. Each of their groups takes tens of MiB
+    of a GPU, so a pool that has many ends after a run, and the next run starts it anew.
     """
 
     def __init__(
@@ -74,7 +83,7 @@ class Workers:
         self.size = size
         self._timeout_s = timeout_s
         self._enter, self._on_gpu = enter, on_gpu
-        self.groups = 0
+        self._groups = 0  # of the process that has most
         self._workers: list[_Worker] = []
         self._folder = ""
 
@@ -106,7 +115,10 @@ class Workers:
                 self._start()
             for worker in self._workers:
                 worker.pipe.send_bytes(task)
-            return self._collect(ranks, self._timeout_s if timeout_s is None else timeout_s)
+            results = self._collect(ranks, self._timeout_s if timeout_s is None else timeout_s)
+            if self._groups > MOST_GROUPS:
+                self.close()
+            return results
         except BaseException:
             self.close()
             raise
@@ -118,7 +130,7 @@ class Workers:
         for worker in self._workers:
             worker.process.join()
             worker.pipe.close()
-        self._workers, self.groups = [], 0
+        self._workers, self._groups = [], 0
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -143,7 +155,7 @@ class Workers:
             for pipe in ready:
                 worker = silent.pop(cast("Connection", pipe))
                 fine, value, groups = worker.answer()
-                self.groups = max(self.groups, groups)
+                self._groups = max(self._groups, groups)
                 (results if fine else errors)[worker.rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -250,7 +262,7 @@ def _do(task: bytes, worlds: dict[int, Communicators]) -> object:
     """Run one task. The communicators of a size are made when it is first used, by all workers."""
     name, ranks, args = pickle.loads(task)
     if ranks not in worlds:
-        worlds[ranks] = Communicators(GroupFamily.cached(ranks, node_size=ranks))
+        worlds[ranks] = Communicators(family_of(ranks))
     if dist.get_rank() >= ranks:
         return None
     return _find(*name)(TorchTransport(worlds[ranks]), *pickle.loads(args))

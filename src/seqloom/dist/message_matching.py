@@ -148,8 +148,13 @@ class MessageMatcher:
             self._match(side)
 
     def deliver(self, send: Side, receive: Side) -> None:
-        """Copy the tensor between two matched sides. Needs `lock`."""
+        """Copy the tensor between two matched sides. Needs `lock`.
+
+        On a GPU the host waits for the copy: it is in the stream of whichever side came last, not of who waits for it.
+        """
         receive.tensor.copy_(send.tensor)
+        if receive.tensor.is_cuda:
+            torch.cuda.current_stream(receive.tensor.device).synchronize()
 
     def finish(self, operation: Operation) -> None:
         """Mark an operation whose sides are all matched as done and wake its rank if it waits. Needs `lock`."""

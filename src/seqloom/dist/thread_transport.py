@@ -2,9 +2,9 @@
 
     results = run_ranks(4, lambda transport: work(transport))
 
-CUDA tensors are copied on the default stream, which all threads share: what a rank launched before it sends is in the
-copy. Backward runs in the calling thread, since autograd's one thread per device cannot serve ranks that wait for each
-other.
+CUDA tensors are copied on the current stream, which threads share unless they take one for a use of its own: what a
+rank launched before it sends is in the copy. Backward runs in the calling thread, since autograd's one thread per
+device cannot serve ranks that wait for each other.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class TorchTransport:
 
     def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Exchange:
         """Call batch_isend_irecv, without empty tensors; copy what this rank sends to itself."""
-        self._copy_own(sends, receives)
+        copied = self._copy_own(sends, receives)
         outgoing = [each for each in sends if each.peer != self.rank and each.tensor.numel()]
         incoming = [each for each in receives if each.peer != self.rank and each.tensor.numel()]
         copies: list[Copy] = []
@@ -232,7 +232,8 @@ class TorchTransport:
         # a send two ranks that exchange would take turns.
         batch = [dist.P2POp(dist.irecv, tensor, peer, world, tag) for peer, tensor in incoming]
         batch += [dist.P2POp(dist.isend, tensor, peer, world, tag) for peer, tensor in outgoing]
-        return _Transfer(dist.batch_isend_irecv(batch) if batch else [], [each.tensor for each in outgoing], copies)
+        sent = [each.tensor for each in (*sends, *outgoing)]
+        return _Transfer(dist.batch_isend_irecv(batch) if batch else [], sent, copies, copied)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int], sizes: Sequence[int] | None = None
@@ -271,7 +272,8 @@ class TorchTransport:
             dist.broadcast(content, root, group=world)
         return bytes(content.cpu().numpy())
 
-    def _copy_own(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> None:
+    def _copy_own(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> torch.cuda.Event | None:
+        """Copy what this rank sends to itself; return when that is done, None if it is."""
         given = [tensor for peer, tensor in sends if peer == self.rank]
         taken = [tensor for peer, tensor in receives if peer == self.rank]
         sizes = [[(tensor.numel(), tensor.dtype) for tensor in tensors] for tensors in (given, taken)]
@@ -282,6 +284,11 @@ class TorchTransport:
             )
         for source, target in zip(given, taken, strict=True):
             target.detach().view(-1).copy_(source.detach().view(-1))
+        if not any(each.is_cuda for each in taken):
+            return None
+        copied = torch.cuda.Event()
+        copied.record()
+        return copied
 
 
 @dataclass(slots=True)
@@ -292,17 +299,22 @@ class _Transfer:
         works: torch's handles.
         sent: buffers, alive while they travel.
         copies: (target, host buffer) of what is received; on another device, the buffer is copied at the end.
+        copied: when this rank has what it sent to itself, in the order of the stream that started the exchange; None:
+            at once. Another stream may wait for the exchange, and no handle of torch's covers these copies.
     """
 
     works: Sequence[dist.Work | None]
     sent: Sequence[torch.Tensor]
     copies: Sequence[Copy]
+    copied: torch.cuda.Event | None
 
     def wait(self) -> None:
         """See `Handle.wait`."""
         for work in self.works:
             assert work is not None  # it is where this process is not in the group
             work.wait()
+        if self.copied is not None:
+            self.copied.wait()
         for target, buffer in self.copies:
             if buffer.device != target.device:
                 target.detach().copy_(buffer, non_blocking=True)
@@ -310,7 +322,8 @@ class _Transfer:
 
     def done(self) -> bool:
         """See `Exchange.done`; gloo cannot tell."""
-        return all(work is not None and work.is_completed() for work in self.works)
+        copied = self.copied is None or self.copied.query()
+        return copied and all(work is not None and work.is_completed() for work in self.works)
 
 
 def _to_host(tensors: Sequence[P2PTensor]) -> list[P2PTensor]:

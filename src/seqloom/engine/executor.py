@@ -353,7 +353,10 @@ class _Run:
 
     def _receive(self, action: Action) -> torch.Tensor:
         with self._timer.measure(MESSAGES, action):
-            return self._p2p.wait(action)
+            rows = self._p2p.wait(action)
+        context = self._rank_plan.microbatch(action).context
+        assert context is not None and len(rows) == context.tokens, f"{action}: {len(rows)} rows"  # received in time
+        return rows
 
     def _read(self, context: Context, round_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._timer.measure(ROWS):

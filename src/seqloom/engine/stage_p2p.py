@@ -9,7 +9,7 @@ of one step. A sent tensor is freed when the send is known to be done; nobody wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -180,11 +180,11 @@ def place_messages(
         return [list(row) for row in rows]
     pp_ranks = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
     computing = [[action for action in row if action.kind not in MESSAGES] for row in rows]
-    start, stop = _time_rows(pipeline, computing, pp_ranks)
+    start, computed = _time_rows(pipeline, computing, pp_ranks)
     placed: list[list[tuple[int, int, int, Action]]] = []
     for times, row in zip(start, computing, strict=True):
         placed.append([(time, 1, index, action) for index, (time, action) in enumerate(zip(times, row, strict=True))])
-    for number, (time, sends, receives) in enumerate(_messages(pipeline, stop, boundary)):
+    for number, (time, sends, receives) in enumerate(_messages(pipeline, computed, boundary)):
         for after, actions in enumerate((sends, receives)):
             for action in actions:
                 placed[pp_ranks[action.stage]].append((time, 0, 2 * number + after, action))
@@ -192,15 +192,26 @@ def place_messages(
     return [_ends_last(row) for row in sorted_rows] if reduce_last else sorted_rows
 
 
+class _Time(NamedTuple):
+    """When a forward or a backward starts and stops."""
+
+    start: int
+    stop: int
+
+
+_Computed = dict[tuple[int, bool, int | None], _Time]
+"""Those of (stage, forward or backward, round)."""
+
+
 def _time_rows(
     pipeline: Pipeline, rows: Sequence[Sequence[Action]], pp_ranks: Sequence[int]
-) -> tuple[list[list[int]], dict[tuple[int, bool, int | None], int]]:
-    """Return when every action of the rows starts, and when every forward (True) or backward of a stage stops."""
+) -> tuple[list[list[int]], _Computed]:
+    """Return when every action of the rows starts, and when forwards and backwards do and stop."""
     chain = pipeline.chain
     tokens = cache(lambda stage, number: max_rank_tokens(pipeline.rounds[number].by_stage[stage]))
     layers = [each.stop - each.first for each in pipeline.layer_ranges]
     start: list[list[int]] = [[] for _ in rows]
-    now, stop = [0] * len(rows), dict[tuple[int, bool, int | None], int]()
+    now, computed = [0] * len(rows), _Computed()
     moved = True
     while moved:
         moved = False
@@ -209,18 +220,17 @@ def _time_rows(
                 stage, forward = action.stage, action.kind == F
                 if action.kind in (F, B, I):
                     previous = (chain.previous(stage),) * (stage > 0) if forward else chain.following(stage)
-                    ready = [stop.get((each, forward, action.round), -1) for each in previous]
-                    if min(ready, default=0) < 0:
+                    if any((each, forward, action.round) not in computed for each in previous):
                         break
-                    now[row] = max(now[row], *ready) if ready else now[row]
+                    now[row] = max([now[row], *(computed[each, forward, action.round].stop for each in previous)])
                 start[row].append(now[row])
                 moved = True
                 if action.kind in (F, B, I, W):
                     unit = 1 + (layers[stage] + 1) * tokens(stage, action.round)
                     now[row] += 2 * unit if action.kind == B else unit
                 if action.kind in (F, B, I):
-                    stop[stage, forward, action.round] = now[row]
-    return start, stop
+                    computed[stage, forward, action.round] = _Time(start[row][-1], now[row])
+    return start, computed
 
 
 def max_rank_tokens(work: StageMicroBatch) -> int:
@@ -229,7 +239,7 @@ def max_rank_tokens(work: StageMicroBatch) -> int:
 
 
 def _messages(
-    pipeline: Pipeline, stop: Mapping[tuple[int, bool, int | None], int], boundary: StageBoundary
+    pipeline: Pipeline, computed: _Computed, boundary: StageBoundary
 ) -> list[tuple[int, list[Action], list[Action]]]:
     """Return the time of every message, its SEND and its RECV, in the order of their times.
 
@@ -242,15 +252,18 @@ def _messages(
         for forward in (True, False) if lates else ():
             senders, receivers = ((early,), lates) if forward else (lates, (early,))
             send, receive = (SEND_F, RECV_F) if forward else (SEND_B, RECV_B)
-            used: list[tuple[int, int, int]] = []
+            wanted: list[tuple[int, int, int, int]] = []
             for number in range(len(pipeline.rounds)):
-                made, wanted = ([stop.get((s, forward, number), -1) for s in side] for side in (senders, receivers))
-                if min(*made, *wanted) >= 0 and boundary.has_message(early, number):
-                    used.append((max(wanted), max(made), number))
-            used.sort()
-            for index, (_, time, number) in enumerate(used):
-                if index >= UNREAD and waits:
-                    time = max(time, used[index - UNREAD][0])
+                if any((s, forward, number) not in computed for s in (*senders, *receivers)):
+                    continue
+                if boundary.has_message(early, number):
+                    made, used = ([computed[s, forward, number] for s in side] for side in (senders, receivers))
+                    first = min(each.start for each in used)
+                    wanted.append((max(each.stop for each in used), max(each.stop for each in made), first, number))
+            wanted.sort()
+            for index, (_, time, first, number) in enumerate(wanted):
+                if index >= UNREAD and waits:  # but before the first of several receivers, which may be well ahead
+                    time = min(max(time, wanted[index - UNREAD][0]), first)
                 sends = [Action(s, send, number) for s in senders]
                 receives = [Action(s, receive, number) for s in receivers]
                 found.append((time, sends, receives))
@@ -283,14 +296,12 @@ class _Received(NamedTuple):
 
     Attributes:
         result: where rows go, or where `scattered` are put: (rows of the result, tensor of a peer).
-        started: what this rank has sent itself is there then; None on a CPU.
     """
 
     exchange: Exchange
     result: torch.Tensor
     scattered: list[tuple[torch.Tensor, torch.Tensor]]
     peers: list[int]
-    started: torch.cuda.Event | None
 
 
 class StageP2P:
@@ -360,7 +371,7 @@ class StageP2P:
                 scattered += [] if in_order else [(rows, receives[-1].tensor)]
             exchange = self._start(action, send, sends, receives)
             peers = [each.peer for each in receives]
-            self._received[action] = _Received(exchange, result, scattered, peers, self._now())
+            self._received[action] = _Received(exchange, result, scattered, peers)
         if output is not None:
             self._sent[send] = _Sent(exchange, sends, output)
 
@@ -372,11 +383,9 @@ class StageP2P:
         if action not in self._received:
             found = self._outputs.pop(action, None)
             return self._empty(0) if found is None else found.tensor
-        exchange, result, scattered, peers, started = self._received.pop(action)
+        exchange, result, scattered, peers = self._received.pop(action)
         with self._progress.waiting(action, peers):
             exchange.wait()
-        if started is not None:
-            started.wait()
         _use_in_current_stream([result, *(tensor for _, tensor in scattered)])
         for rows, tensor in scattered:
             result[rows] = tensor

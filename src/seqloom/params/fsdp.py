@@ -417,6 +417,7 @@ def new_mesh(device: torch.device, ranks: torch.Tensor, axes: tuple[str, ...]) -
     for axis, size in enumerate(ranks.shape):
         rows = ranks.movedim(axis, -1).reshape(-1, size).tolist()
         groups += [group for row in rows if (group := new_group(row, backend_of(device))) is not None]
+    ranks = ranks.flatten().view(ranks.shape)  # in row-major strides, also of axes of size 1: torch 2.11 reads them
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=axes)
 
 

@@ -131,7 +131,7 @@ class PipelineFSDP(Parameters):
         self._part = TENSOR if self._tensor > 1 else EXPERT  # axis of the mesh of divided parameters
         if self._expert * self._tensor > 1:
             axes = (PP_RANK, REPLICA, self._part, SHARD)
-            self._divided_mesh = new_mesh(device, placement.divided_mesh(transport.ranks).contiguous(), axes)
+            self._divided_mesh = new_mesh(device, placement.divided_mesh(transport.ranks), axes)
         cuts = self._cuts(adapter)
         self._holders = {
             name: [index for index, names in enumerate(by_pp_rank) if name in names]

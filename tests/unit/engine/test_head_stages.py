@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster
 from seqloom.engine.stage_p2p import StageBoundary, place_messages
-from seqloom.plan import Checkpoint
+from seqloom.plan import Action, ActionKind, Checkpoint
 from seqloom.plan.rules.actions import ActionTable
+from seqloom.planners.pipeline import plan_pipeline
 from support.head_stages import STEP, plan_with_head_stages
 from support.steps import tiny_spec
 
@@ -63,3 +67,19 @@ def sides(line, action):
     apart = replace(table, pp_ranks=tuple(range(len(line.stages))))  # those on the same pp_rank, too
     others = {*apart.other_sides(action)}
     return action, others.union(*(apart.other_sides(each) for each in others)) - {action}
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("vocabulary", [257, 5_000])
+def test_what_a_stage_uses_has_been_received(stages, vocabulary):
+    """Also where one rank has its part of a head long before the others."""
+    spec = tiny_spec(layers=4, hidden=128, vocabulary=vocabulary)
+    cost = CostModel(Cluster.parse("1x4xCPU"), spec, max_length=512, capacity=512)
+    lengths = np.array([512, 234, 401, 140, 263, 512, 512, 45, 512, 289, 171, 512, 94, 512, 512, 512])
+    line = plan_pipeline(lengths, cost, stages=stages, head="all").pipelines[0]
+    messages = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
+    for row in place_messages(line, line.actions, StageBoundary(line, 0, torch.device("cpu"))):
+        for index, action in enumerate(row):
+            first, last = action.stage == 0, not line.chain.following(action.stage)
+            if action.kind in messages and not (first if action.kind == ActionKind.F else last):
+                assert Action(action.stage, messages[action.kind], action.round) in row[:index], str(action)

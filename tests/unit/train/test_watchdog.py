@@ -45,6 +45,10 @@ def words_after(error: BaseException, folder: Path, phase: str = STEP) -> str:
             "Timed out waiting 30000ms for recv",
         ),
         (dist.DistBackendError("NCCL error: remote process exited\nmore"), "NCCL error: remote process exited"),
+        (
+            RuntimeError("NCCL Error 6: remote process exited or there was"),
+            "NCCL Error 6: remote process exited or there was",
+        ),
     ],
 )
 def test_a_lost_rank_is_told_with_step_plan_limit_and_checkpoint(error, why, tmp_path):
