@@ -48,7 +48,7 @@ class WorkerError(SeqloomError):
     """A body failed on a worker, or did not end in time. The message holds tracebacks of the workers."""
 
 
-MOST_GROUPS = 100
+MOST_GROUPS = 60
 """Process groups of a worker; those of its worlds are about 30."""
 
 

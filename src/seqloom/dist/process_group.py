@@ -28,9 +28,12 @@ SHARED_GPU_ENVIRONMENT = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
     "NCCL_IB_DISABLE": "1",
+    "NCCL_MAX_NCHANNELS": "1",
+    "NCCL_BUFFSIZE": "1048576",
 }
 """NCCL refuses two ranks of one host on one GPU. So every rank says that it is a host of its own (`NCCL_HOSTID`), and
-all of them talk through sockets."""
+all of them talk through sockets. What NCCL would take for speed, buffers above all, is multiplied by the ranks, so that
+many communicators exhaust the memory of the machine: there is one channel, with buffers of 1 MiB."""
 SHARED_HOST = "seqloom-"
 SLURM_PORTS = range(20_000, 30_000)
 
