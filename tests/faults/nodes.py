@@ -21,7 +21,7 @@ from pathlib import Path
 
 from faults.campaign import LIMIT_S, SAID, Campaign, Failed, wait_for_steps
 from support.hosts import LINK, Hosts
-from support.processes import descendants_of
+from support.processes import descendants_of, runs
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "launch" / "torchrun.sh"
 NODES, RATE_MBIT, SLOW_MBIT = 2, 1000, 2
@@ -102,14 +102,16 @@ class NodeFault:
 
 
 def _cut(start: NodesStart, draw: random.Random) -> None:
-    """Cut a node off for good: both sides hear no more of each other."""
+    """Cut a node off for good: both sides hear no more of each other. Its ranks end, by themselves or by their agent.
+
+    An elastic agent asks the store on the other node, and may wait for an answer before it looks after its ranks.
+    """
     start.hosts.cut(OTHER)
     start.lost.append(OTHER)
     deadline = time.monotonic() + LIMIT_S
     ranks = start.processes(OTHER)[1:]
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+    while (left := [*filter(runs, ranks)]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    left = [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     if left:
         raise Failed(f"processes {left} of a node that was cut off still wait after {LIMIT_S} s")
 

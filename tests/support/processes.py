@@ -36,3 +36,11 @@ def ranks_of(launcher: int) -> list[int]:
     """Processes of the ranks, in their order: children of the launcher, or of the process that forks for it."""
     servers = [pid for pid in children_of(launcher) if "forkserver" in _processes().get(pid, (0, ""))[1]]
     return children_of(servers[0] if servers else launcher)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended; one that has stays until its parent looks at how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
