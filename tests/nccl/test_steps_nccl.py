@@ -82,7 +82,7 @@ def whole_job(plan):
 # ---- Random plans
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
 def test_random_plans_of_one_stage(nccl_pool, device, data):
     """Ulysses, ring, gather, routes, zones, any sharding's rounds, checkpointing; free sharding moves parameters."""
@@ -90,7 +90,7 @@ def test_random_plans_of_one_stage(nccl_pool, device, data):
     check(nccl_pool, step, draw_plan(data, step_plans(step, max_ranks=8)), device)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
 def test_random_pipelines(nccl_pool, device, data):
     """Stages, pieces with carried keys, V and interleaved, split backwards, offload, in any order that ends."""
