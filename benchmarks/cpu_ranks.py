@@ -1,4 +1,4 @@
-"""CPU processes that stand for GPUs: one thread each, on cores of its own, joined by gloo."""
+"""CPU processes that stand for GPUs: one thread each, on cores of their own, joined by gloo. Or ranks on a GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from common import options, progress
 
 from seqloom.dist import Communicators, TorchTransport
+from seqloom.dist.process_group import JobRank, init_process_group
 from seqloom.plan import GroupFamily
 from seqloom.planners.compiled import compile_loops
 
@@ -32,27 +33,29 @@ def rank_options(about: str | None, *, ranks: int, steps: int) -> argparse.Argum
     return parser
 
 
-def start(run: Run, arguments: argparse.Namespace, *, keep_memory: bool = False) -> None:
+def start(run: Run, arguments: argparse.Namespace, *, keep_memory: bool = False, share_gpu: bool = False) -> None:
     """Start `arguments.ranks` processes and wait for them.
 
     Args:
         run: a function of a module, so that processes can import it.
         arguments: of the command line.
         keep_memory: see `KEEP_MEMORY`.
+        share_gpu: processes share the GPUs of this machine, joined by NCCL.
     """
     if keep_memory:
         os.environ |= KEEP_MEMORY  # read when the processes start
     compile_loops()  # now, and not beside the steps that are timed
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (folder, run, arguments), nprocs=arguments.ranks, start_method="spawn")
+        mp.start_processes(_rank, (folder, run, arguments, share_gpu), nprocs=arguments.ranks, start_method="spawn")
 
 
-def _rank(rank: int, folder: str, run: Run, arguments: argparse.Namespace) -> None:
+def _rank(rank: int, folder: str, run: Run, arguments: argparse.Namespace, share_gpu: bool) -> None:
     ranks, began = arguments.ranks, time.perf_counter()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank * max(1, len(cores) // ranks) % len(cores)]})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    init_process_group(JobRank(rank, ranks, rank, ranks), share_gpu=share_gpu, on_cpu=not share_gpu, store=store)
 
     def say(text: str) -> None:
         if rank == 0:
