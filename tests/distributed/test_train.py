@@ -172,6 +172,8 @@ def test_the_phases_of_a_step_add_up_and_a_cpu_has_neither_mfu_nor_memory(place,
         phases = [getattr(record, name) for name in PHASES]
         shares.append(sum(phases) / record.measured_ms)
         assert min(phases) > 0 and shares[-1] < 1.01
+        inside = record.attention_ms, record.exchange_ms
+        assert inside[0] > 0 and sum(inside) < record.forward_ms + record.backward_ms
     assert max(shares) > 0.6  # other work on the cores takes a rank from them between phases, but not in every step
     assert all(summary[name] > 0 for name in PHASES)
     for name in ("mfu", "memory_allocated_gib", "memory_reserved_gib"):
