@@ -178,6 +178,13 @@ def test_phases_are_priced_as_the_simulator_does(cluster, planner, own):
             assert twice - computing == pytest.approx(phase.predicted_ns, rel=0.02)
 
 
+def test_calls_of_latent_attention_are_no_phase():
+    """They make keys and values from latents, by products that are linear layers to the cost model."""
+    cost = cost_model("1x8xH200", "deepseek-v2-lite", sharding="full")
+    plan = make_plan("static:8", np.array([3_000, 9_000]), cost)
+    assert FactorCosts(cost).phases(plan, computing_by_rank) == []
+
+
 EXPERTS = cost_model("1x8xH200", "qwen3-30b-a3b", expert=8)
 
 

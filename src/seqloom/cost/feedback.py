@@ -5,9 +5,10 @@ planned its time is
 
     time(f) = predicted + sum over factors of (f - f0) * d time / d f
 
-whatever waits for whom in the plan. `FactorCosts.derivatives` gives the derivatives of a plan, `refit` finds the
-factors for which these times are nearest to the measured ones. Steps that something else has slowed down must not
-count: an iteration weighs down whatever is far off (Huber's weights, then Tukey's). Equal inputs give equal factors.
+whatever waits for whom in the plan. So is that of every phase that ranks measure by itself. `FactorCosts` gives the
+derivatives of a plan and of its phases, `refit` finds the factors for which these times are nearest to the measured
+ones. What something else has slowed down must not count: an iteration weighs down whatever is far off (Huber's weights,
+then Tukey's). Equal inputs give equal factors.
 """
 
 from __future__ import annotations
@@ -130,21 +131,21 @@ class FactorCosts:
     def phases(self, plan: Plan, price: Callable[[Plan, CostModel], np.ndarray]) -> list[PhaseCost]:
         """Return what the phases of a plan that ranks measure should take; `price` predicts the computing of ranks, ns.
 
-        Attention of the ranks of every stage, in the mean. All computing of a stage only in pipelines whose ranks keep
-        their stages, and on one rank: elsewhere layers gather parameters and reduce gradients in the same time.
+        Attention of the ranks of every stage, in the mean, unless its calls also make keys and values from latents. All
+        computing of a stage only in pipelines whose ranks keep their stages, and on one rank: elsewhere layers gather
+        parameters and reduce gradients in the same time.
         """
-        here = price(plan, self.cost)
+        here, latent = price(plan, self.cost), self.profiled.model.latent > 0
         more, found = self._by_factor(lambda cost: price(plan, cost) - here), []
         for pipeline in plan.pipelines:
-            for ranks in pipeline.ranks_by_pp_rank:
-                own, by_factor = list(ranks), more[:, list(ranks)].mean(axis=1)
-                attention = Factors(*np.where(np.arange(len(by_factor)) == 0, by_factor, 0.0).tolist())
-                if attention.attention:
-                    found.append(PhaseCost("attention", own, attention, attention.attention * self.factors.attention))
-                if by_factor.any() and (
-                    len(here) == 1 or (len(pipeline.stages) > 1 and plan.sharding != Sharding.FREE)
-                ):
-                    found.append(PhaseCost("computing", own, Factors(*by_factor.tolist()), float(here[own].mean())))
+            alone = len(here) == 1 or (len(pipeline.stages) > 1 and plan.sharding != Sharding.FREE)
+            for ranks in map(list, pipeline.ranks_by_pp_rank):
+                whole = Factors(*more[:, ranks].mean(axis=1).tolist())
+                if whole.attention and not latent:
+                    attention = Factors(whole.attention, 0.0, 0.0, 0.0, 0.0, 0.0)
+                    found.append(PhaseCost("attention", ranks, attention, whole.attention * self.factors.attention))
+                if any(whole) and alone:
+                    found.append(PhaseCost("computing", ranks, whole, float(here[ranks].mean())))
         return found
 
     def _by_factor(self, more: Callable[[CostModel], np.ndarray]) -> np.ndarray:
@@ -208,14 +209,9 @@ class Measurement(NamedTuple):
     @classmethod
     def from_list(cls, content: Sequence[Any]) -> Measurement:
         """Read what `as_list` has written, or an earlier version, without phases."""
-        derivatives, rest, measured, imbalance, *phases = content
-        return cls(
-            Factors(*derivatives),
-            rest,
-            measured,
-            imbalance,
-            tuple(cls.from_list(each) for own in phases for each in own),
-        )
+        derivatives, rest, measured, imbalance = content[:4]
+        phases = tuple(map(cls.from_list, content[4] if len(content) > 4 else ()))
+        return cls(Factors(*derivatives), rest, measured, imbalance, phases)
 
     def relative_error(self, factors: Factors) -> float:
         """Predicted / measured - 1."""
@@ -225,9 +221,9 @@ class Measurement(NamedTuple):
 def refit(steps: Sequence[Measurement]) -> Factors:
     """Return the factors that explain measured steps best, by weighted non-negative least squares of relative errors.
 
-    Beside the steps stands what is known before: factors lie around a common one, that of the median step, with
-    `PRIOR_SPREAD`. A step says as much against that as the noise of steps lets it, so factors that steps do not tell
-    apart keep the common one. The imbalance of experts is the median of what steps have measured.
+    Beside the steps stand their phases, and what is known before: factors lie around a common one, that of the median
+    step, with `PRIOR_SPREAD`. A step or phase says as much as the noise of its kind lets it, so factors that neither
+    tells apart keep the common one. The imbalance of experts is the median of what steps have measured.
     """
     imbalances = [step.imbalance for step in steps if step.imbalance]
     imbalance = round(float(np.median(imbalances)), 4) if imbalances else 0.0
