@@ -133,9 +133,11 @@ class LayerTimes:
             yield
             return
         self._in_attention = True
-        with self._timer.measure(ATTENTION):
-            yield
-        self._in_attention = False
+        try:
+            with self._timer.measure(ATTENTION):
+                yield
+        finally:
+            self._in_attention = False
 
     @contextmanager
     def messages(self) -> Iterator[None]:
