@@ -10,7 +10,8 @@ from seqloom.cli import demo
 pytestmark = pytest.mark.distributed
 
 
-def test_plans_give_the_same_result_and_are_raced(monkeypatch, fork_server):
+def test_plans_give_the_same_result_and_are_raced(monkeypatch, fork_server, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the measured profile
     monkeypatch.setattr(demo, "TINY_MODEL", demo.TINY_MODEL.replace("layers = 4", "layers = 1"))
     monkeypatch.setattr(demo, "RANKS", 2)
     monkeypatch.setattr(demo, "LONGEST", 512)

@@ -172,6 +172,8 @@ def test_the_phases_of_a_step_add_up_and_a_cpu_has_neither_mfu_nor_memory(place,
         phases = [getattr(record, name) for name in PHASES]
         shares.append(sum(phases) / record.measured_ms)
         assert min(phases) > 0 and shares[-1] < 1.01
+        inside = record.attention_ms, record.exchange_ms
+        assert inside[0] > 0 and sum(inside) < record.forward_ms + record.backward_ms
     assert max(shares) > 0.6  # other work on the cores takes a rank from them between phases, but not in every step
     assert all(summary[name] > 0 for name in PHASES)
     for name in ("mfu", "memory_allocated_gib", "memory_reserved_gib"):
@@ -208,6 +210,36 @@ def test_a_resumed_run_is_the_same_run_also_on_another_number_of_ranks(seqloom_h
     assert summary["steps"] == STEPS == len(losses)
     assert losses[:2] == whole[1][:2], "from the file"
     assert np.allclose(losses, whole[1], rtol=1e-9, atol=0)
+
+
+UNKNOWN = """
+name = "mine"
+nodes = 1
+gpus_per_node = 2
+device = { name = "X1", memory_gib = 2, peak_tflops = 1, hbm_gb_s = 20 }
+intra = { name = "wire", gb_s = 5, latency_us = 20 }
+nic = { name = "wire", gb_s = 5, latency_us = 20 }
+nics_per_node = 1
+nic_of_gpu = [0, 0]
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_that_no_profile_knows_is_measured_once(place, seqloom_here, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (place / "mine.toml").write_text(UNKNOWN)
+    profiles = []
+    for run in ("first", "second"):
+        settings = {"plan.cluster": place / "mine.toml", "evaluation.every": 0}
+        done = seqloom_here(*command(place, run, settings), "--ranks", "2")
+        assert done.returncode == 0, done.stderr
+        assert ("measuring this machine" in done.stderr) == (run == "first")
+        assert "profile of this machine: measured in" in done.stderr
+        profiles.append((place / run / "profile.json").read_text())
+    assert profiles[0] == profiles[1] and len(list(tmp_path.glob("seqloom/profiles/*.json"))) == 1
+    resumed = seqloom_here(*command(place, "first", settings | {"run.steps": STEPS + 1}), "--ranks", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "this machine" not in resumed.stderr and (place / "first" / "profile.json").read_text() == profiles[0]
 
 
 @pytest.mark.slow

@@ -1,10 +1,15 @@
 """The refit finds factors that are known, whatever a few steps say."""
 
+import json
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
+from seqloom.cost import CostModel
 from seqloom.cost.feedback import (
     CONSTANTS,
     FACTOR_OF,
@@ -17,8 +22,11 @@ from seqloom.cost.feedback import (
     Measurement,
     refit,
 )
+from seqloom.plan import Plan
 from seqloom.planners import make_plan
-from seqloom.simulate import predicted_ns
+from seqloom.simulate import predicted_ns, simulate
+from seqloom.simulate.events import EventKind
+from seqloom.simulate.microbatch import computing_by_rank
 
 COST = cost_model("1x4xCPU", "qwen3-0.6b")
 factors_drawn = st.builds(Factors, *[st.floats(0.3, 4.0)] * 5, imbalance=st.just(0.0))
@@ -88,6 +96,93 @@ def test_derivatives_price_a_plan_under_other_factors(own, other, lengths):
 
 def test_every_constant_has_a_factor_and_every_factor_a_constant():
     assert set(FACTOR_OF) == set(CONSTANTS) and set(FACTOR_OF.values()) == set(Factors._fields[:5])
+
+
+def phases_of(step: Measurement, true: Factors, seed: int, noise: float) -> tuple[Measurement, ...]:
+    """Attention of a step, and all computing of two stages whose mixes differ, as these factors say but for noise."""
+    random = np.random.default_rng(seed)
+    attention, linear, _, _, overhead, _ = step.derivatives
+    found = []
+    for mix in (
+        (attention, 0, 0),
+        (attention / 2, linear / 4, overhead / 2),
+        (attention / 2, linear * 3 / 4, overhead / 2),
+    ):
+        derivatives = Factors(mix[0], mix[1], 0.0, 0.0, mix[2], 0.0)
+        took = float(np.dot(derivatives[:5], true[:5])) * (1 + noise * random.normal())
+        found.append(Measurement(derivatives, 0.0, took))
+    return tuple(found)
+
+
+@given(factors_drawn, st.integers(0, 1_000), st.floats(0, 0.02))
+def test_phases_tell_factors_apart_that_steps_do_not(true, seed, noise):
+    """Steps that are all alike say one thing; their phases say which of the factors it is."""
+    alike = steps_of(true, seed, 1)[0]
+    steps = [alike._replace(phases=phases_of(alike, true, seed + number, noise)) for number in range(LEAST_STEPS)]
+    found = refit(steps)
+    assert max(abs(each.relative_error(found)) for each in steps) < 0.02
+    assert found.attention == pytest.approx(true.attention, rel=0.1)
+    computing = [phase for phase in steps[0].phases if phase.derivatives.linear]
+    assert all(abs(phase.relative_error(found)) < 0.1 for phase in computing)
+
+
+@given(st.integers(0, 1_000), st.integers(0, WINDOW // 4), st.floats(2.0, 20.0))
+def test_phases_that_something_held_up_do_not_count(seed, outliers, slower):
+    steps = [each._replace(phases=phases_of(each, NO_CHANGE, seed, 0.01)) for each in steps_of(NO_CHANGE, seed)]
+    for number in range(outliers):
+        late = tuple(phase._replace(measured_ns=slower * phase.measured_ns) for phase in steps[number].phases)
+        steps[number] = steps[number]._replace(phases=late)
+    np.testing.assert_allclose(refit(steps)[:5], 1.0, atol=0.1)
+
+
+def test_factors_are_used_that_predict_phases_better_and_steps_as_well():
+    true, feedback = Factors(2.0, 0.5), Feedback(COST)
+    alike = Measurement(Factors(1e7, 2e7, 0.0, 0.0, 0.0, 0.0), 0.0, 3e7)  # 2 x 1e7 + 0.5 x 2e7: as predicted
+    attention = Measurement(Factors(1e7, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 2e7)
+    said = [feedback.observe(alike._replace(phases=(attention,))) for _ in range(LEAST_STEPS)]
+    assert "of their phases 50.0%" in said[-1] and not any(said[:-1])
+    np.testing.assert_allclose(feedback.factors[:2], true[:2], rtol=0.05)
+    resumed = Feedback(COST, json.loads(json.dumps(feedback.state_dict())))
+    assert resumed.state_dict() == feedback.state_dict()
+
+
+def test_steps_of_an_earlier_version_have_no_phases():
+    assert Measurement.from_list([[1.0] * 6, 2.0, 3.0, 0.0]) == Measurement(Factors(*[1.0] * 6), 2.0, 3.0)
+
+
+def computing_ns(plan: Plan, cost: CostModel, ranks: Sequence[int]) -> float:
+    """Mean over ranks of what the simulator has them compute in forwards and backwards."""
+    events = simulate(plan, cost).events
+    mine = np.isin(events.rank, ranks) & (events.kind <= EventKind.W)
+    return float((events.stop - events.start - events.comm)[mine].sum()) / len(ranks)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "planner"), [("1x1xCPU", "static"), ("1x4xCPU", "flex"), ("1x4xCPU", "pipeline:2")]
+)
+@pytest.mark.parametrize("own", [NO_CHANGE, Factors(0.5, 2.0, 1.5, 0.7, 3.0)])
+def test_phases_are_priced_as_the_simulator_does(cluster, planner, own):
+    """Computing of a stage is what the simulator gives its ranks; attention is the part that its factor moves."""
+    cost = cost_model(cluster, "qwen3-0.6b", capacity=2_048, stages=2, budget_gib=40)
+    plan, costs = make_plan(planner, np.array([1_500, 700, 900, 1_200, 50, 60]), cost), FactorCosts(cost, own)
+    phases = costs.phases(plan, computing_by_rank)
+    more = FactorCosts(cost, own._replace(attention=2 * own.attention)).cost
+    assert {phase.phase for phase in phases} == ({"attention"} if planner == "flex" else {"attention", "computing"})
+    assert sorted({rank for phase in phases for rank in phase.ranks}) == [*range(cost.ranks)]
+    for phase in phases:
+        computing = computing_ns(plan, costs.cost, phase.ranks)
+        if phase.phase == "computing":
+            assert phase.predicted_ns == pytest.approx(computing, rel=0.01)
+        else:
+            twice = computing_ns(plan, more, phase.ranks)
+            assert twice - computing == pytest.approx(phase.predicted_ns, rel=0.02)
+
+
+def test_calls_of_latent_attention_are_no_phase():
+    """They make keys and values from latents, by products that are linear layers to the cost model."""
+    cost = cost_model("1x8xH200", "deepseek-v2-lite", sharding="full")
+    plan = make_plan("static:8", np.array([3_000, 9_000]), cost)
+    assert FactorCosts(cost).phases(plan, computing_by_rank) == []
 
 
 EXPERTS = cost_model("1x8xH200", "qwen3-30b-a3b", expert=8)

@@ -13,6 +13,7 @@ attention's, q, k and v are redistributed before, and the output after.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain, pairwise
 from operator import index
 from typing import Any, cast
@@ -251,7 +252,9 @@ class _Attention(torch.autograd.Function):
         shape: LatentShape | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         expansion = None if weight is None or shape is None else Expansion(shape, weight, q.shape[1])
-        out, lse, saved = attention_forward(q, k, v, context, groups, with_lse, sinks, expansion)
+        ctx.times = context.times
+        with nullcontext() if ctx.times is None else ctx.times.attention():
+            out, lse, saved = attention_forward(q, k, v, context, groups, with_lse, sinks, expansion)
         ctx.groups, ctx.kv_heads, ctx.shape, ctx.heads = groups, k.shape[1], shape, q.shape[1]
         ctx.redistribute = context.attention_redistribute if expansion is None else None
         latents = None if expansion is None else k  # groups in which they do not travel save keys and values
@@ -281,7 +284,8 @@ class _Attention(torch.autograd.Function):
         if ctx.shape is not None:
             expansion = Expansion(ctx.shape, weight, ctx.heads, with_gradient=ctx.needs_input_grad[7])
         arguments = (grad_outputs[0], saved, ctx.groups, ctx.redistribute, ctx.kv_heads, sinks, expansion, latents)
-        *gradients, dsinks = attention_backward(*arguments)
+        with nullcontext() if ctx.times is None else ctx.times.attention():
+            *gradients, dsinks = attention_backward(*arguments)
         dweight = None if expansion is None else expansion.gradient()
         return *gradients, None, None, None, dsinks, dweight, None
 

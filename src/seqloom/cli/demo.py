@@ -235,11 +235,13 @@ def race_settings(seed: int) -> RaceSettings:
 
     from seqloom.describe import ModelSpec
     from seqloom.profiling.race import RaceSettings
+    from seqloom.profiling.stored import stored_profiles
 
     draw = np.random.default_rng(seed)
     short = draw.integers(SHORTEST, LONGER, size=(RACED_BATCHES, SHORT)).tolist()
     batches = tuple((LONGEST, *lengths) for lengths in short)
-    return RaceSettings(ModelSpec(**tomllib.loads(TINY_MODEL)), batches, RACED, CAPACITY)
+    spec = ModelSpec(**tomllib.loads(TINY_MODEL))
+    return RaceSettings(spec, batches, RACED, CAPACITY, profiles=str(stored_profiles()))
 
 
 def verify_plans(spec: ModelSpec, seed: int) -> list[PlanComparison]:

@@ -10,7 +10,7 @@ import statistics
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from seqloom.attention.kernels.dispatch import Measurement, TimePoint
     from seqloom.attention.kernels.interface import AttentionShape, Kernel
-    from seqloom.cost import CostModel
     from seqloom.profiling.kernels import TimingSettings
+    from seqloom.profiling.stored import MachineSetup
     from seqloom.train.launch import RankProcess
 
 SHORTEST = 64
@@ -61,7 +61,11 @@ def profile(
     max_length: Longest = None,
     quick: Annotated[bool, Option("--quick", help="Fewer lengths, plans and runs: a first impression.")] = False,
     output: Annotated[
-        Path | None, Option(help="File to write, .json; what a table holds of other shapes and devices is kept.")
+        Path | None,
+        Option(
+            help="File to write, .json; what a table holds of other shapes and devices is kept. Without it, and with "
+            "--model --quick, the profile is stored for runs with plan.profile = measured."
+        ),
     ] = None,
     model: Annotated[
         str | None, Option(help="Measure training steps of this model instead, and write a profile for --profile.")
@@ -81,6 +85,7 @@ def profile(
     \b
     Example:
         seqloom profile --quick --heads 8 --kv-heads 2 --dim 64
+        seqloom profile --model qwen3-0.6b --ranks 4 --quick --capacity 1024 --dtype float32
         seqloom profile --model qwen3-0.6b --ranks 4 --capacity 2048 --dtype float32 --output machine.json
         torchrun --nproc-per-node 8 -m seqloom profile --model llama3-8b --cluster 1x8xH200 --output machine.json
     """
@@ -90,7 +95,19 @@ def profile(
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if model is not None:
-        setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, quick, verbose=not json)
+        from seqloom.profiling.stored import MachineSetup, stored_profiles
+
+        setup = MachineSetup(
+            model,
+            cluster,
+            sharding,
+            capacity,
+            max_length,
+            dtype,
+            quick,
+            verbose=not json,
+            folder=str(stored_profiles()),
+        )
         _profile_machine(setup, ranks, output, json)
         return
     import torch
@@ -233,60 +250,42 @@ def winner_ranges(winners: Sequence[tuple[int, str]]) -> list[str]:
 # Training steps: --model.
 
 
-class MachineSetup(NamedTuple):
-    """The training steps to measure."""
-
-    model: str  # preset, or file of shapes
-    cluster: str | None  # spelling; None: CPU processes on this machine
-    sharding: str
-    capacity: int | None  # tokens of a rank in a round; None: what memory holds
-    max_length: int | None  # longest document to try; None: `LONGEST_STEP`
-    dtype: str  # that layers compute in
-    quick: bool  # fewer plans, less often, and no stages
-    verbose: bool  # say on stderr what is being measured
-
-    def cost(self, ranks: int, nodes: str | None = None) -> CostModel:
-        """Build the cost model whose constants are measured, for so many ranks; `nodes`: where they were started."""
-        from seqloom.api import cost_model
-        from seqloom.describe import Cluster
-
-        cluster = Cluster.parse(self.cluster or nodes or f"1x{ranks}xCPU")
-        if cluster.ranks != ranks:
-            raise SeqloomError(
-                f"--cluster {self.cluster} has {cluster.ranks} ranks, the measurement {ranks}; start {cluster.ranks} "
-                f"processes, or name a cluster of {ranks}"
-            )
-        sizes = {"max_length": self.max_length, "capacity": self.capacity}
-        return cost_model(cluster, self.model, sharding=self.sharding, **sizes)
-
-
 def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None, json: bool) -> None:
     """Measure on processes of this machine, or as one of torchrun's, and write the profile."""
     import torch
 
     from seqloom.train.launch import run_as_launched_rank, run_on_processes
 
-    if output is None:
-        raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
+    if output is None and not setup.quick:
+        raise SeqloomError(
+            "a profile of this machine is a file; say where to: --output machine.json; with --quick it is kept for "
+            'runs with plan.profile = "measured"'
+        )
     if setup.cluster is None and torch.cuda.is_available():
         raise SeqloomError("name the cluster whose GPUs are measured, for its links: --cluster 1x8xH200")
     if shared.launched(ranks):
-        result = run_as_launched_rank(measure_rank, setup, str(output))
+        result = run_as_launched_rank(measure_rank, setup, output and str(output))
     else:
         setup.cost(ranks or 1)  # refuse here, once, what every process would refuse
-        result = run_on_processes(measure_rank, ranks or 1, setup, str(output))
+        result = run_on_processes(measure_rank, ranks or 1, setup, output and str(output))
     if result:  # the first rank's
         shared.report(json, lambda: result, lambda console: _draw_trials(console, result))
 
 
-def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict[str, Any]:
-    """Measure as one of the ranks; rank 0 writes the profile and returns the report, the others return nothing."""
+def measure_rank(process: RankProcess, setup: MachineSetup, output: str | None) -> dict[str, Any]:
+    """Measure as one of the ranks; rank 0 writes the profile and returns the report, the others return nothing.
+
+    Without a file to write to it is stored for runs of the machine.
+    """
+    import time
+
     import torch
 
     from seqloom.api import MS
     from seqloom.dist import Communicators, TorchTransport
     from seqloom.plan import GroupFamily
     from seqloom.profiling.calibration import Calibrator, describe_trial
+    from seqloom.profiling.stored import StoredProfile
     from seqloom.train.launch import gather_job_ranks, spell_nodes
 
     (rank, ranks, *_), device, _ = process
@@ -298,11 +297,16 @@ def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict
     report = (lambda text: typer.echo(text, err=True)) if verbose else (lambda text: None)
     longest = setup.max_length or (LONGEST_STEP_QUICK if setup.quick else LONGEST_STEP)[device.type]
     stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 and not setup.quick else 1
+    begin = time.monotonic()
     calibration = calibrator.calibrate(longest, report, stages=stages, quick=setup.quick)
     communicators.close()
     if rank:
         return {}
-    calibration.profile.save(output)
+    if output is None:
+        output = str(setup.path(cost, device.type))
+        StoredProfile.of(calibration, time.monotonic() - begin).save(Path(output))
+    else:
+        calibration.profile.save(output)
     trials = [
         {"what": describe_trial(trial.plan), "measured_ms": trial.ns / MS, "predicted_ms": predicted / MS}
         for trial, predicted in zip(calibration.trials, calibration.predicted_ns, strict=True)

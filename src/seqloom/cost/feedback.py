@@ -5,16 +5,17 @@ planned its time is
 
     time(f) = predicted + sum over factors of (f - f0) * d time / d f
 
-whatever waits for whom in the plan. `FactorCosts.derivatives` gives the derivatives of a plan, `refit` finds the
-factors for which these times are nearest to the measured ones. Steps that something else has slowed down must not
-count: an iteration weighs down whatever is far off (Huber's weights, then Tukey's). Equal inputs give equal factors.
+whatever waits for whom in the plan. So is that of every phase that ranks measure by itself. `FactorCosts` gives the
+derivatives of a plan and of its phases, `refit` finds the factors for which these times are nearest to the measured
+ones. What something else has slowed down must not count: an iteration weighs down whatever is far off (Huber's weights,
+then Tukey's). Equal inputs give equal factors.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,19 +26,22 @@ from seqloom.cost.calibrate import CONSTANTS, non_negative_least_squares, scale_
 from seqloom.cost.model import CostModel
 from seqloom.cost.profile import AnalyticProfile, require_analytic
 from seqloom.cost.speeds import BusyTime, SpeedFeedback
-from seqloom.plan import Plan
+from seqloom.plan import Plan, Sharding
 
 WINDOW, LEAST_STEPS, EVERY = 32, 8, 4
 """Latest steps that count, how many there must be for the first refit, and steps from one refit to the next."""
 ADOPTED_CHANGE, ADOPTED_ERROR = 0.02, 0.9
 """New factors are used if predictions change by this share of a step, and their error falls to that share of what it
-was: else plans would change with the noise."""
+was: else plans would change with the noise. So are factors that predict steps as well, if predictions of their phases
+change by `PHASE_NOISE`, and their error falls as much.
+"""
 LEAST_FACTOR, MOST_FACTOR = 0.02, 50.0
 PRIOR_SPREAD = 0.5
 """Standard deviation of a factor from the common one, as a share of it, before any step is known: profiles of the same
 machine measured at different times, and published figures beside measured ones, differ by about as much."""
-LEAST_NOISE = 0.005
-"""Standard deviation of a step's time, as a share of it, that is assumed at least."""
+LEAST_NOISE, PHASE_NOISE = 0.005, 0.05
+"""Standard deviation of the time of a step, and of a phase, as a share of it, that is assumed at least. A profile knows
+phases less well than steps: what it counts to one of them may be in another."""
 DIFFERENCE = 0.02
 """Share by which a factor is changed to find a derivative."""
 HUBER, TUKEY = 1.345, 4.685
@@ -120,9 +124,36 @@ class FactorCosts:
 
     def derivatives(self, plan: Plan, price: Callable[[Plan, CostModel], int]) -> Factors:
         """Return ns that the plan takes more for each factor that is larger by 1; `price` predicts a step."""
-        here, own = price(plan, self.cost), self.factors.resolved(self.profiled)._asdict()
-        found = {name: price(plan, cost) - here for name, cost in self._changed.items()}
-        return Factors(**{name: max(0.0, more / (own[name] * DIFFERENCE)) for name, more in found.items()})
+        here = price(plan, self.cost)
+        found = self._by_factor(lambda cost: np.array([price(plan, cost) - here]))
+        return Factors(*found[:, 0].tolist())
+
+    def phases(self, plan: Plan, price: Callable[[Plan, CostModel], np.ndarray]) -> list[PhaseCost]:
+        """Return what the phases of a plan that ranks measure should take; `price` predicts the computing of ranks, ns.
+
+        Attention of the ranks of every stage, in the mean, unless its calls also make keys and values from latents. All
+        computing of a stage only in pipelines whose ranks keep their stages, and on one rank: elsewhere layers gather
+        parameters and reduce gradients in the same time.
+        """
+        here, latent = price(plan, self.cost), self.profiled.model.latent > 0
+        more, found = self._by_factor(lambda cost: price(plan, cost) - here), []
+        for pipeline in plan.pipelines:
+            alone = len(here) == 1 or (len(pipeline.stages) > 1 and plan.sharding != Sharding.FREE)
+            for ranks in map(list, pipeline.ranks_by_pp_rank):
+                whole = Factors(*more[:, ranks].mean(axis=1).tolist())
+                if whole.attention and not latent:
+                    attention = Factors(whole.attention, 0.0, 0.0, 0.0, 0.0, 0.0)
+                    found.append(PhaseCost("attention", ranks, attention, whole.attention * self.factors.attention))
+                if any(whole) and alone:
+                    found.append(PhaseCost("computing", ranks, whole, float(here[ranks].mean())))
+        return found
+
+    def _by_factor(self, more: Callable[[CostModel], np.ndarray]) -> np.ndarray:
+        """float64[factors, n]: derivatives of n times, given how much `more` they are under another cost model."""
+        own = self.factors.resolved(self.profiled)._asdict()
+        found = {name: np.maximum(0.0, more(cost) / (own[name] * DIFFERENCE)) for name, cost in self._changed.items()}
+        nothing = np.zeros_like(next(iter(found.values())))
+        return np.array([found.get(name, nothing) for name in Factors._fields])
 
 
 def can_refit(cost: CostModel) -> bool:
@@ -136,16 +167,33 @@ def _scaled(cost: CostModel, factors: Factors) -> CostModel:
     return cost.with_profile(factors.scale(profile), memory_imbalance=profile.expert_imbalance)
 
 
+class PhaseCost(NamedTuple):
+    """What a phase of a step should take on some ranks, in the mean: its time, and the derivatives by every factor."""
+
+    phase: str  # attention or computing
+    ranks: Sequence[int]
+    derivatives: Factors
+    predicted_ns: float
+
+    @classmethod
+    def of(cls, content: Sequence[Any]) -> PhaseCost:
+        """Read what JSON has made of one."""
+        phase, ranks, derivatives, predicted_ns = content
+        return cls(phase, ranks, Factors(*derivatives), predicted_ns)
+
+
 class Measurement(NamedTuple):
     """A step that was run: derivatives of its time by every factor, the rest of it, and what it took. ns.
 
     `imbalance` is what it has measured of tokens at the busiest rank of an EP group over the mean; 0: nothing.
+    `phases` are measurements of its phases, in the same form.
     """
 
     derivatives: Factors
     rest_ns: float
     measured_ns: float
     imbalance: float = 0.0
+    phases: tuple[Measurement, ...] = ()
 
     @classmethod
     def of(
@@ -153,6 +201,17 @@ class Measurement(NamedTuple):
     ) -> Measurement:
         """Of a step that was planned and predicted by these factors, which are `resolved`."""
         return cls(derivatives, predicted_ns - float(np.dot(derivatives, factors)), measured_ns, imbalance)
+
+    def as_list(self) -> list[Any]:
+        """Return it as JSON can hold it."""
+        return [list(self.derivatives), *self[1:-1], [phase.as_list() for phase in self.phases]]
+
+    @classmethod
+    def from_list(cls, content: Sequence[Any]) -> Measurement:
+        """Read what `as_list` has written, or an earlier version, without phases."""
+        derivatives, rest, measured, imbalance = content[:4]
+        phases = tuple(map(cls.from_list, content[4] if len(content) > 4 else ()))
+        return cls(Factors(*derivatives), rest, measured, imbalance, phases)
 
     def relative_error(self, factors: Factors) -> float:
         """Predicted / measured - 1."""
@@ -162,34 +221,54 @@ class Measurement(NamedTuple):
 def refit(steps: Sequence[Measurement]) -> Factors:
     """Return the factors that explain measured steps best, by weighted non-negative least squares of relative errors.
 
-    Beside the steps stands what is known before: factors lie around a common one, that of the median step, with
-    `PRIOR_SPREAD`. A step says as much against that as the noise of steps lets it, so factors that steps do not tell
-    apart keep the common one. The imbalance of experts is the median of what steps have measured.
+    Beside the steps stand their phases, and what is known before: factors lie around a common one, that of the median
+    step, with `PRIOR_SPREAD`. A step or phase says as much as the noise of its kind lets it, so factors that neither
+    tells apart keep the common one. The imbalance of experts is the median of what steps have measured.
     """
     imbalances = [step.imbalance for step in steps if step.imbalance]
     imbalance = round(float(np.median(imbalances)), 4) if imbalances else 0.0
-    times = np.array([step.measured_ns for step in steps])
-    derivatives = np.array([step.derivatives for step in steps]) / times[:, None]
-    design, known = derivatives[:, :-1], derivatives[:, -1] * imbalance
-    target = 1.0 - np.array([step.rest_ns for step in steps]) / times - known
-    scaled = design.sum(axis=1)
+    whole = _Rows.of(steps, imbalance, LEAST_NOISE)
+    parts = _Rows.of([phase for step in steps for phase in step.phases], imbalance, PHASE_NOISE)
+    scaled = whole.design.sum(axis=1)
     if not (scaled > 0).any():
         return NO_CHANGE
-    common = float(np.median((target / np.where(scaled > 0, scaled, np.inf))[scaled > 0]))
+    common = float(np.median((whole.target / np.where(scaled > 0, scaled, np.inf))[scaled > 0]))
     common = min(max(common, LEAST_FACTOR), MOST_FACTOR)
-    found = np.full(design.shape[1], common)
+    found, spread = np.full(whole.design.shape[1], common), common * PRIOR_SPREAD
     for iteration in range(2 * ITERATIONS):
-        residual = np.abs(design @ found - target)
-        noise = max(1.4826 * float(np.median(residual)), LEAST_NOISE)  # of normal noise, from its median deviation
-        if iteration < ITERATIONS:
+        weighted = [rows.weighted(found, clipped=iteration < ITERATIONS) for rows in (whole, parts) if len(rows.target)]
+        rows = np.concatenate([*(design for design, _ in weighted), np.eye(len(found)) / spread])
+        targets = np.concatenate([*(target for _, target in weighted), np.full(len(found), common / spread)])
+        found = non_negative_least_squares(rows, targets)
+    fitted = Factors(*(round(min(max(value, LEAST_FACTOR), MOST_FACTOR), 4) for value in found.tolist()))
+    return fitted._replace(imbalance=imbalance)
+
+
+class _Rows(NamedTuple):
+    """Measurements of one kind as equations ``design @ factors = target``, relative to what was measured."""
+
+    design: np.ndarray  # [measurements, factors] without the imbalance
+    target: np.ndarray  # [measurements]
+    least_noise: float
+
+    @classmethod
+    def of(cls, measured: Sequence[Measurement], imbalance: float, least_noise: float) -> _Rows:
+        times = np.array([each.measured_ns for each in measured])
+        derivatives = np.array([each.derivatives for each in measured]).reshape(-1, len(Factors._fields))
+        relative = derivatives / times[:, None]
+        target = 1.0 - np.array([each.rest_ns for each in measured]) / times - relative[:, -1] * imbalance
+        return cls(relative[:, :-1], target, least_noise)
+
+    def weighted(self, found: np.ndarray, *, clipped: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return design and target in deviations of the noise, weighed down where `found` is far off."""
+        residual = np.abs(self.design @ found - self.target)
+        noise = max(1.4826 * float(np.median(residual)), self.least_noise)  # of normal noise, from its median deviation
+        if clipped:
             weights = np.minimum(1.0, HUBER * noise / np.maximum(residual, 1e-12))
         else:
             weights = np.maximum(0.0, 1.0 - (residual / (TUKEY * noise)) ** 2) ** 2
-        root, prior = np.sqrt(weights), noise / PRIOR_SPREAD
-        rows = np.concatenate([design * root[:, None], prior / common * np.eye(len(found))])
-        found = non_negative_least_squares(rows, np.concatenate([target * root, np.full(len(found), prior)]))
-    fitted = Factors(*(round(min(max(value, LEAST_FACTOR), MOST_FACTOR), 4) for value in found.tolist()))
-    return fitted._replace(imbalance=imbalance)
+        root = np.sqrt(weights) / noise
+        return self.design * root[:, None], self.target * root
 
 
 class Feedback:
@@ -213,13 +292,12 @@ class Feedback:
         self.factors = Factors(*state.get("factors", ()))
         self.error: float | None = state.get("error")
         self._seen: int = state.get("seen", 0)
-        steps = (Measurement(Factors(*derivatives), *ns) for derivatives, *ns in state.get("steps", ()))
-        self._steps: deque[Measurement] = deque(steps, maxlen=WINDOW)
+        self._steps: deque[Measurement] = deque(map(Measurement.from_list, state.get("steps", ())), maxlen=WINDOW)
         self.speeds = SpeedFeedback(cost.speeds, cost.ranks, state.get("speeds"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
-        steps = [[list(step.derivatives), *step[1:]] for step in self._steps]
+        steps = [step.as_list() for step in self._steps]
         own = {"factors": list(self.factors), "error": self.error, "seen": self._seen, "steps": steps}
         return {"about": self.about, **own, "speeds": self.speeds.state_dict()}
 
@@ -237,16 +315,35 @@ class Feedback:
         if len(self._steps) < LEAST_STEPS or self._seen % EVERY:
             return ""
         before, found = self.factors.resolved(self._cost), refit(self._steps)
-        error_before, error = self._median_error(before), self._median_error(found)
-        changes = [abs(each.relative_error(found) - each.relative_error(before)) for each in self._steps]
-        if float(np.median(changes)) < ADOPTED_CHANGE or error > ADOPTED_ERROR * error_before:
-            self.error = error_before
+        phases = [phase for step in self._steps for phase in step.phases]
+        steps_off, phases_off = _ErrorChange.of(self._steps, before, found), _ErrorChange.of(phases, before, found)
+        same_steps = steps_off.after <= steps_off.before + LEAST_NOISE
+        if not steps_off.improves(ADOPTED_CHANGE) and not (same_steps and phases_off.improves(PHASE_NOISE)):
+            self.error = steps_off.before
             return ""
-        self.factors, self.error = found, error
+        self.factors, self.error = found, steps_off.after
         moved = ((name, old, getattr(found, name)) for name, old in before._asdict().items())
-        drift = ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, old, new in moved if new != old)
-        latest = f"predictions of the latest {len(self._steps)} steps were {error_before:.1%} off"
-        return f"{latest}, and {error:.1%} with new factors {found.digest}: {drift}"
+        drift = ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, old, new in moved if new not in (old, 0))
+        phases_too = f", of their phases {phases_off.before:.1%} and {phases_off.after:.1%}" if phases else ""
+        latest = f"predictions of the latest {len(self._steps)} steps were {steps_off.before:.1%} off"
+        return f"{latest}, and {steps_off.after:.1%} with new factors {found.digest}{phases_too}: {drift}"
 
-    def _median_error(self, factors: Factors) -> float:
-        return float(np.median([abs(step.relative_error(factors)) for step in self._steps]))
+
+class _ErrorChange(NamedTuple):
+    """What other factors change in the predictions of measurements, all medians of relative figures."""
+
+    before: float  # error by the factors in use
+    after: float  # error by the others
+    moved: float  # difference of the predictions
+
+    @classmethod
+    def of(cls, measured: Iterable[Measurement], before: Factors, found: Factors) -> _ErrorChange:
+        """Compare two sets of factors; nothing changes where nothing was measured."""
+        pairs = [(each.relative_error(before), each.relative_error(found)) for each in measured] or [(0.0, 0.0)]
+        rows = [(abs(here), abs(there), abs(there - here)) for here, there in pairs]
+        own, others, moved = (float(np.median(column)) for column in zip(*rows, strict=True))
+        return cls(own, others, moved)
+
+    def improves(self, least_change: float) -> bool:
+        """Whether predictions change by so much, and are clearly better."""
+        return self.moved >= least_change and self.after <= ADOPTED_ERROR * self.before

@@ -75,6 +75,15 @@ class Profile:
         return source if isinstance(source, Profile) else Profile.load(source)
 
     @staticmethod
+    def knows(device: str) -> bool:
+        """Whether a shipped analytic profile lists this device."""
+        try:
+            Profile.for_device(device)
+        except SeqloomError:
+            return False
+        return True
+
+    @staticmethod
     def for_device(device: str) -> AnalyticProfile:
         """The analytic profile that lists this device; compared by prefix, the longest match wins."""
         analytic = [p for p in map(Profile.load, Profile.names()) if isinstance(p, AnalyticProfile)]

@@ -90,10 +90,18 @@ class RankSpeeds:
 
 # -- learned while a run trains ---------------------------------------------------------------------------------------
 
-WINDOW, LEAST_STEPS = 12, 6
-"""Latest steps that count for speeds, and how many of a rank there must be."""
-DEAD_BAND, DEVIATIONS = 0.05, 4.0
-"""A speed changes by this share at least, and by so many standard errors of its median: equal ranks stay equal."""
+WINDOWS = (6, 8, 12, 16, 24)
+"""Numbers of latest steps by which a speed is judged: the fewest by which it is certain."""
+CERTAIN = 5.0
+"""Standard errors from which on a difference is certain, where many steps are known; fewer need more (`_quantile`)."""
+TRIMMED = 8
+"""Of so many steps the slowest and the fastest do not count: something else ran on the machine."""
+MOST_RATIO = 4.0
+"""A rank's time per token over the median rank's is cut off here, in every step."""
+DEAD_BAND = 0.05
+"""A speed changes by this share at least: equal ranks stay equal."""
+MOST_CHANGE = 1.5
+"""Ratio by which a speed changes at most; for more it takes other steps."""
 LEAST_TOKENS = 0.25
 """Ranks with fewer tokens in a step than this share of the median rank's do not count: they measure launches."""
 LEARNED_DECIMALS = 2
@@ -110,8 +118,9 @@ class SpeedFeedback:
     """The speeds of a run's ranks as their own busy times say, beside those that the cluster is described with.
 
     A rank's time per token over that of the median rank of the same step says how much slower it is, whatever the step
-    has. The median over the latest steps counts. It replaces the speed in use if it is far from it, by more than the
-    noise of steps explains: else plans would change with the noise. Equal times give equal speeds.
+    has. A speed changes if the latest steps are certain of it by their spread (Yuen's test: trimmed means, winsorised
+    deviations), so a few slow steps change nothing, and the more a machine's times scatter, the more steps it takes.
+    A step that has changed a speed does not count for it again. Equal times give equal speeds.
 
     Attributes:
         values: in use, relative to the median rank, one for each rank; () where all are alike.
@@ -122,11 +131,11 @@ class SpeedFeedback:
         self._ranks, self._described = ranks, np.array(described.values or [1.0] * ranks)
         state = {} if state is None else state
         self.values: tuple[float, ...] = tuple(state.get("values", ()))
-        self._steps: deque[list[float]] = deque(state.get("steps", ()), maxlen=WINDOW)
+        self._steps: deque[list[float]] = deque(map(list, state.get("steps", ())), maxlen=WINDOWS[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
-        return {"values": list(self.values), "steps": list(self._steps)}
+        return {"values": list(self.values), "steps": [list(step) for step in self._steps]}
 
     def observe(self, busy: Sequence[BusyTime]) -> str:
         """Count what every rank measured in a step; return how speeds change, "" where none does."""
@@ -140,33 +149,71 @@ class SpeedFeedback:
         if counts.sum() < max(2, self._ranks // 2):
             return ""
         rate = np.where(counts, np.log(np.where(counts, seconds / np.maximum(tokens, 1), 1) * self._described), np.nan)
-        self._steps.append([UNKNOWN if np.isnan(each) else round(each, 6) for each in rate - np.nanmedian(rate)])
-        found = tuple(self._speed_of(rank) for rank in range(self._ranks))
+        slower = np.clip(rate - np.nanmedian(rate), -math.log(MOST_RATIO), math.log(MOST_RATIO))
+        self._steps.append([UNKNOWN if np.isnan(each) else round(each, 6) for each in slower.tolist()])
         before = self.values or (1.0,) * self._ranks
-        if found == before:
+        found = self._judge(np.array(before))
+        changed = [rank for rank in range(self._ranks) if found[rank] != before[rank]]
+        if not changed:
             return ""
+        for step in self._steps:
+            for rank in changed:
+                step[rank] = UNKNOWN
         self.values = () if all(speed == 1 for speed in found) else found
-        both = enumerate(zip(before, found, strict=True))
-        moved = [f"rank {rank} {old:g} -> {new:g}" for rank, (old, new) in both if old != new]
+        moved = [f"rank {rank} {before[rank]:g} -> {found[rank]:g}" for rank in changed]
         rest = f" and {len(moved) - NAMED} more" if len(moved) > NAMED else ""
         return f"speeds of ranks, relative to the median rank: {', '.join(moved[:NAMED])}{rest}"
 
-    def _speed_of(self, rank: int) -> float:
-        """The speed of a rank by the latest steps, or the one in use."""
-        used = self.values[rank] if self.values else 1.0
-        slower = np.array([step[rank] for step in self._steps if step[rank] != UNKNOWN])
-        if len(slower) < LEAST_STEPS:
-            return used
-        middle = float(np.median(slower))
-        deviation = 1.4826 * float(np.median(np.abs(slower - middle)))  # of normal noise, from its median deviation
-        band = max(DEAD_BAND, DEVIATIONS * 1.2533 * deviation / math.sqrt(len(slower)))
-        if abs(-middle - math.log(used)) <= band:
-            return used
-        low, high = math.log(LEAST_SPEED * 2), math.log(MOST_SPEED / 2)
-        return 1.0 if abs(middle) <= band else round(math.exp(min(max(-middle, low), high)), LEARNED_DECIMALS)
+    def _judge(self, used: np.ndarray) -> tuple[float, ...]:
+        """Return the speed of every rank by the latest steps, or the one in use."""
+        steps = np.array(self._steps)
+        steps[steps == UNKNOWN] = np.nan
+        known_last = np.argsort(~np.isnan(steps), axis=0, kind="stable")
+        known = np.take_along_axis(steps, known_last, axis=0)
+        noise = _noise(known)
+        found, open_ = used.copy(), np.ones(self._ranks, dtype=bool)
+        for count in WINDOWS:
+            if count > len(known):
+                break
+            slower, band = _mean_and_band(known[-count:], noise)  # nan where a rank has measured fewer steps
+            certain = open_ & (np.abs(-slower - np.log(used)) > band)
+            most = math.log(MOST_CHANGE) + 1e-9
+            moved = np.exp(np.clip(-slower, np.log(used) - most, np.log(used) + most))
+            found[certain] = np.where(np.abs(np.log(moved)) <= DEAD_BAND, 1.0, moved.round(LEARNED_DECIMALS))[certain]
+            open_ &= ~certain
+        return tuple(found.tolist())
+
+
+def _noise(steps: np.ndarray) -> np.ndarray:
+    """Return the deviation of every column of [steps, ranks] from step to step, at least that of the median rank.
+
+    Six steps may be alike by chance where a rank loses its core in half of them; all steps of all ranks are not. A
+    rank whose speed has changed has one large difference, which is left out with the largest quarter of them.
+    """
+    squares = np.sort(np.diff(steps, axis=0) ** 2, axis=0)  # nan comes last
+    kept = (3 * np.isfinite(squares).sum(axis=0) + 3) // 4
+    inside = np.arange(len(squares))[:, None] < kept
+    own = np.sqrt(np.where(inside, squares, 0.0).sum(axis=0) / (2 * np.maximum(kept, 1)))
+    return np.maximum(own, np.median(own[kept > 0]) if kept.any() else 0.0)
+
+
+def _mean_and_band(steps: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the trimmed mean of every column of [steps, ranks], and from which distance a value certainly differs."""
+    count, cut = len(steps), len(steps) // TRIMMED
+    ordered = np.sort(steps, axis=0)
+    kept = ordered[cut : count - cut]
+    deviation = np.maximum(noise, np.clip(ordered, kept[0], kept[-1]).std(axis=0, ddof=1))
+    error = deviation * math.sqrt(count) / len(kept)
+    return kept.mean(axis=0), np.maximum(DEAD_BAND, _quantile(len(kept) - 1) * error)
+
+
+def _quantile(freedom: int) -> float:
+    """Quantile of Student's t of the same probability as `CERTAIN` of a normal variable (Gaver and Kafadar, 1984)."""
+    power = CERTAIN**2 * (freedom - 5 / 6) / (freedom - 2 / 3 + 0.1 / freedom) ** 2
+    return math.sqrt(freedom * math.expm1(power))
 
 
 UNKNOWN = -99.0
-"""In place of what a rank has not measured, as JSON can hold it."""
+"""In place of what a rank has not measured, or what has changed its speed, as JSON can hold it."""
 NAMED = 8
 """Ranks that a message names."""

@@ -3,8 +3,8 @@
 `transport` is what the engine asks of a network, `torch_transport` runs it on torch.distributed, `thread_transport` on
 threads of one process (`strict_transport` enforces NCCL's rules there). `rank_tokens` tells a rank which tokens it
 holds and moves them between layouts, `tensor_parallel` gathers them for ranks that share weights, `resharding` moves
-weights between layouts, `routed` sends messages between nodes over all NICs. `process_group` joins a process to its
-job.
+weights between layouts, `routed` sends messages between nodes over all NICs. `layer_times` measures what layers spend
+their time on. `process_group` joins a process to its job.
 """
 
 from seqloom.dist.process_group import JobRank, init_process_group, joined_rank, launched_rank

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
 from seqloom.dist.expert_parallel import EPGroup
+from seqloom.dist.layer_times import TimedTransport
 from seqloom.dist.rows import (
     expand_runs,
     inverse_permutation,
@@ -101,13 +102,12 @@ class Context:
             None: nothing is kept. Set on a copy of the context, for one layer.
         offload: takes what layers save to host memory (`models.offload.Offload`); None: it stays. Set on a copy of the
             context, for the forward of a microbatch.
-        busy: measures the loss of the tokens (`engine.executor.BusyTimer`); None: nobody does. Set on a copy too.
+        times: measures attention and loss (`dist.layer_times`); None: nobody does.
     """
 
     __slots__ = (
         "_cache",
         "attention_redistribute",
-        "busy",
         "documents",
         "dropout_seed",
         "ep_group",
@@ -122,6 +122,7 @@ class Context:
         "prefixes",
         "saved_attention",
         "spans",
+        "times",
         "tp_group",
         "transport",
         "work",
@@ -172,7 +173,7 @@ class Context:
         self.mlp_redistribute = None if redistribute is None or remaps_attention else redistribute.reversed()
         self.saved_attention: object | None = None
         self.offload: object | None = None
-        self.busy: Any = None
+        self.times = transport.times if isinstance(transport, TimedTransport) else None
         self._cache: dict[Hashable, object] = {}
 
     @property

@@ -14,18 +14,16 @@ offloaded is in host memory meanwhile: see `models.offload`.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from copy import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from seqloom.dist import Context
+from seqloom.dist.layer_times import LayerSeconds, LayerTimes, Timer, TimeSlice
 from seqloom.engine.rank_actions import RankPlan
 from seqloom.engine.stage_p2p import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
@@ -41,17 +39,7 @@ Rows = Callable[[Context], tuple[torch.Tensor, torch.Tensor]]
 
 W = ActionKind.W
 UNSHARD, REDUCE, RESHARD = ActionKind.UNSHARD, ActionKind.REDUCE, ActionKind.RESHARD
-MESSAGES, ROWS, BUSY = "messages", "rows", "busy"
-
-
-class TimeSlice(NamedTuple):
-    """Part of a step on one rank, in seconds since the step began; stage and round are -1 where they make no sense."""
-
-    name: str  # of an `ActionKind`, or messages or rows
-    start_s: float
-    stop_s: float
-    stage: int = -1
-    round: int = -1
+MESSAGES, ROWS = "messages", "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +62,7 @@ class StepResult:
         messages_s: seconds of starting messages to other stages and waiting for theirs.
         rows_s: seconds for ids and labels.
         slices: when this rank did what, in order; the parts above are their sums.
-        busy_s, busy_tokens: seconds in which this rank computed losses, of so many tokens, which waits for nobody.
+        layers: parts of forward and backward, by what layers did.
         expert_tokens: int64[layers with experts, experts] tokens of the step that each expert got, on the CPU; None:
             the model has no experts that are counted.
         expert_imbalance: by layer with experts, pairs of a token and an expert at the busiest rank of an EP group over
@@ -93,8 +81,7 @@ class StepResult:
     rows_s: float = 0.0
     slices: tuple[TimeSlice, ...] = ()
     expert_tokens: torch.Tensor | None = None
-    busy_s: float = 0.0
-    busy_tokens: int = 0
+    layers: LayerSeconds = LayerSeconds()  # noqa: RUF009 - a named tuple
     expert_imbalance: tuple[float, ...] = ()
 
 
@@ -202,7 +189,8 @@ class _Run:
         self._states: dict[tuple[int, int | None], MicrobatchState] = {}
         self._totals = torch.zeros(2, dtype=torch.float64, device=rank_plan.device)  # sum of losses, valid labels
         self._host_copies = HostCopies(rank_plan.device)
-        self._busy = BusyTimer(Timer(rank_plan.device))
+        self._layer_times = rank_plan.layer_times if training else LayerTimes(rank_plan.device)
+        self._layer_times.start()
         if rank_plan.kv_cache is not None:
             rank_plan.kv_cache.clear()  # an earlier step may have failed
             rank_plan.kv_cache.backward = training
@@ -228,10 +216,10 @@ class _Run:
         counts = (each.to(self._totals).view(-1) for each in (busiest, experts))
         numbers = _start_copy_to_host(torch.cat((self._totals, norm[None], *counts)))
         self._timer.stop()
-        self._busy.stop()
+        self._layer_times.stop()
         if max_norm is not None:  # not waited for: the GPU is busy while the host goes on to the optimiser
             scale_gradients(self._parameters, (max_norm / norm).clamp(max=1.0))
-        seconds = self._timer.seconds()
+        seconds, layers = self._timer.seconds(), self._layer_times.seconds()
         (total, counted, norm_found), most = numbers[:3].tolist(), numbers[3 : 3 + busiest.numel()].view(-1, 2)
         return StepResult(
             self._mean_loss(total, counted),
@@ -246,8 +234,7 @@ class _Run:
             rows_s=seconds[ROWS],
             slices=self._timer.slices(),
             expert_tokens=numbers[3 + busiest.numel() :].long().view(experts.shape) if experts.numel() else None,
-            busy_s=self._busy.seconds(),
-            busy_tokens=self._busy.tokens,
+            layers=layers,
             expert_imbalance=tuple(most[:, 0].div(most[:, 1]).tolist()) if most.numel() and most.all() else (),
         )
 
@@ -322,7 +309,6 @@ class _Run:
             self._host_copies.release()
         elif not recompute:
             context = offload.context(context)
-        context = self._busy.context(context)
         with self._timer.measure(F.value, action):
             state = MicrobatchState(
                 lambda x: parameters.forward(layers, x, labels, context), inputs, recompute=recompute, offload=offload
@@ -427,88 +413,6 @@ class MicrobatchState:
         self.dtype = output.dtype
         self._edge = get_gradient_edge(output) if output.requires_grad else None
         return output.detach()
-
-
-class Timer:
-    """Seconds by name until `stop`: by the host's clock, or by a GPU's events, which only `seconds` waits for."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Start; on a GPU, in the order of its current stream."""
-        self._cuda = device.type == "cuda"
-        self._start: Any = self._now()
-        self._stop: Any = None
-        self._measured: list[tuple[str, Any, Any, Action | None]] = []
-
-    @contextmanager
-    def measure(self, name: str, action: Action | None = None) -> Iterator[None]:
-        """Add the time of the block to that of `name`; `action` says for which stage and round it is spent."""
-        start = self._now()
-        yield
-        self._measured.append((name, start, self._now(), action))
-
-    def stop(self) -> None:
-        """End the step's time here; on a GPU, in the order of its current stream."""
-        self._stop = self._now()
-
-    def seconds(self) -> defaultdict[str, float]:
-        """Return the seconds of every name, 0 for others, and those from start to stop as "step".
-
-        On a GPU it waits until the stream has come to the stop, not for what was launched behind it.
-        """
-        if self._cuda:
-            self._stop.synchronize()
-        total: defaultdict[str, float] = defaultdict(float)
-        for name, start, stop, _ in (*self._measured, ("step", self._start, self._stop, None)):
-            total[name] += self._between(start, stop)
-        return total
-
-    def slices(self) -> tuple[TimeSlice, ...]:
-        """Return every block that was measured; after `seconds`."""
-        found = []
-        for name, start, stop, action in self._measured:
-            times = self._between(self._start, start), self._between(self._start, stop)
-            stage, number = (-1, None) if action is None else (action.stage, action.round)
-            found.append(TimeSlice(name, *times, stage, -1 if number is None else number))
-        return tuple(found)
-
-    def _between(self, start: Any, stop: Any) -> float:
-        return start.elapsed_time(stop) / 1000 if self._cuda else stop - start
-
-    def _now(self) -> Any:
-        """Return the host's time in seconds, or a recorded event."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-class BusyTimer:
-    """Seconds in which a rank computes losses, and of how many tokens: work in which it waits for no other rank."""
-
-    def __init__(self, timer: Timer) -> None:
-        self._timer, self.tokens = timer, 0
-
-    def context(self, context: Context) -> Context:
-        """Return a copy of a context by which the loss of its tokens is measured."""
-        measured = copy(context)
-        measured.busy = self
-        return measured
-
-    @contextmanager
-    def measure(self, tokens: int) -> Iterator[None]:
-        """Add the time of the block, for so many tokens."""
-        with self._timer.measure(BUSY):
-            yield
-        self.tokens += tokens
-
-    def stop(self) -> None:
-        """End the step's time here, as `Timer.stop`."""
-        self._timer.stop()
-
-    def seconds(self) -> float:
-        """Return the seconds; on a GPU it waits until the stream has come to the stop."""
-        return self._timer.seconds()[BUSY]
 
 
 def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

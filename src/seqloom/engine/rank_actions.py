@@ -15,6 +15,7 @@ import torch
 
 from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import Context, Transport, bind, pieces_of_plan
+from seqloom.dist.layer_times import LayerTimes, TimedTransport
 from seqloom.engine.stage_p2p import SEND_B, SEND_F, B, I, Progress, RowSlices, StageBoundary, W, place_messages
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, Checkpoint, LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
@@ -56,6 +57,7 @@ class RankPlan:
             another sharding.
         kv_cache: keys and values of documents in pieces, while a step runs; None: none is in pieces.
         progress: where the rank is in its row, while a step runs.
+        layer_times: measures what its layers do, while a step trains.
     """
 
     plan: Plan
@@ -68,6 +70,7 @@ class RankPlan:
     gradients_leave_in: Action | None
     kv_cache: KVCache | None
     progress: Progress
+    layer_times: LayerTimes
 
     @property
     def rounds(self) -> tuple[RankMicroBatch, ...]:
@@ -121,11 +124,13 @@ def bind_plan(
     shard_group = next((group for group in plan.shard_groups if rank in group), ())
     index, pipeline = next(((i, each) for i, each in enumerate(plan.pipelines) if rank in each.ranks), (0, None))
     progress = Progress(pipeline, rank, f"pipeline {index}" if pipeline and len(plan.pipelines) > 1 else "")
+    times = LayerTimes(device)
     if pipeline is None:
-        return RankPlan(plan, pipeline, transport, device, shard_group, {}, (), None, kv_cache, progress)
+        return RankPlan(plan, pipeline, transport, device, shard_group, {}, (), None, kv_cache, progress, times)
+    timed = TimedTransport(transport, times)
     bind_round = partial(
         bind,
-        transport=transport,
+        transport=timed,
         device=device,
         node_size=plan.limits.node_size,
         shard_groups=plan.shard_groups,
@@ -146,7 +151,7 @@ def bind_plan(
             work = current.by_stage[stage]
             context = None
             if _takes_part(work, shard_group) and pipeline.chain.is_head(stage):
-                context = _bind_head(work, transport, device)
+                context = _bind_head(work, timed, device)
             elif _takes_part(work, shard_group):
                 span, peers = (layers.first, layers.stop), {"ep_ranks": ep_ranks, "tp_ranks": tp_ranks}
                 context = bind_round(work, tensor=tensor, layers=span, **peers)
@@ -159,7 +164,8 @@ def bind_plan(
     row = place_messages(pipeline, pipeline.actions, boundary, reduce_last=free)[pp_rank]
     actions = tuple(each for each in row if each.round is None or stages[each.stage][each.round].context is not None)
     leaves = _shared_last_backward(pipeline, row, rank) if free else None
-    return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, leaves, kv_cache, progress)
+    ends = actions, leaves, kv_cache, progress, times
+    return RankPlan(plan, pipeline, transport, device, shard_group, stages, *ends)
 
 
 def _bind_head(work: StageMicroBatch, transport: Transport, device: torch.device) -> Context:

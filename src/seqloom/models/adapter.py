@@ -275,7 +275,7 @@ class ModelWithLoss(nn.Module):
         assert labels is not None  # rows of a part that ends are read with their labels
         weight = cast("torch.Tensor", adapter.head.weight)
         bias = cast("torch.Tensor | None", getattr(adapter.head, "bias", None))
-        measured = nullcontext() if context.busy is None else context.busy.measure(context.tokens)
+        measured = nullcontext() if context.times is None else context.times.loss(context.tokens)
         with measured:
             return summed_loss(states, weight, labels, bias=bias, **self._options, logits=adapter.logits)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import count
 from threading import Lock
@@ -35,6 +36,7 @@ from seqloom.attention.kernels.interface import Saved
 from seqloom.attention.plan import AttentionOptions, has_latents, plan_attention
 from seqloom.compat import inductor_options, mark_dynamic
 from seqloom.dist import Context
+from seqloom.dist.layer_times import LayerTimes
 from seqloom.dist.rank_tokens import TokenRedistribute
 from seqloom.dist.rows import take
 from seqloom.errors import SeqloomError
@@ -158,18 +160,22 @@ class _SavedCall(NamedTuple):
         groups: of the rank.
         tensors: for each group all that it saved, where exchanges delivered that; else its log-sum-exp.
         redistribute: brought q, k and v into the layout of attention; None: the same layout.
+        times: measures the call; None: nobody does.
     """
 
     rows: int
     groups: Groups
     tensors: list[Saved | torch.Tensor]
     redistribute: TokenRedistribute | None
+    times: LayerTimes | None
 
     @classmethod
-    def of(cls, rows: int, groups: Groups, saved: list[Saved], redistribute: TokenRedistribute | None) -> _SavedCall:
+    def of(cls, rows: int, groups: Groups, saved: list[Saved], context: Context) -> _SavedCall:
         """Leave out what the graph saves."""
+        redistribute = context.attention_redistribute
         exchanged = [redistribute is not None or group.ulysses is not None for group in groups]
-        return cls(rows, groups, [s if own else s.lse for own, s in zip(exchanged, saved, strict=True)], redistribute)
+        kept = [s if own else s.lse for own, s in zip(exchanged, saved, strict=True)]
+        return cls(rows, groups, kept, redistribute, context.times)
 
     def saved(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> list[Saved]:
         """Return all that the groups saved, given what the graph did."""
@@ -248,8 +254,9 @@ def _forward(
     options = AttentionOptions(causal, window, scale, None, dropout, softcap, attention_chunk)
     with torch.set_grad_enabled(with_gradients):
         groups = plan_attention(q, k, v, bound, options, layer)
-    out, _, saved = attention_forward(q, k, v, bound, groups, sinks=sinks)
-    return _own_memory(out, given), opaque_handle(_SavedCall.of(rows, groups, saved, bound.attention_redistribute))
+    with nullcontext() if bound.times is None else bound.times.attention():
+        out, _, saved = attention_forward(q, k, v, bound, groups, sinks=sinks)
+    return _own_memory(out, given), opaque_handle(_SavedCall.of(rows, groups, saved, bound))
 
 
 def _backward(
@@ -266,7 +273,8 @@ def _backward(
     given = len(q)
     dout, q, k, v, out = (last_contiguous(x[: call.rows]) for x in (dout, q, k, v, out))
     tensors = call.saved(q, k, v, out)
-    dq, dk, dv, dsinks = attention_backward(dout, tensors, call.groups, call.redistribute, k.shape[1], sinks)
+    with nullcontext() if call.times is None else call.times.attention():
+        dq, dk, dv, dsinks = attention_backward(dout, tensors, call.groups, call.redistribute, k.shape[1], sinks)
     owned = (_own_memory(each, given) for each in (dq, dk, dv))
     return *owned, q.new_empty((0, *q.shape[1:])) if dsinks is None else dsinks
 

@@ -20,7 +20,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.registry import PlannerChoice
 from seqloom.simulate import predicted_ns, simulate
+from seqloom.simulate.microbatch import computing_by_rank
 
 MOST_ENDS = 3
 """Planning processes that may end in a row, before they answer anything, until none replaces them any more."""
@@ -58,6 +59,7 @@ class StepPlan:
     within_error: str = ""  # why the fallback planner's plan is used though another is predicted to be faster
     speeds: Sequence[float] = ()  # of the ranks, as the run has learned them; none: as described
     factor_ns: Sequence[float] | None = None  # derivatives of `predicted_ns` by each factor; None: not computed
+    phases: Sequence[Sequence[Any]] = ()  # `PhaseCost` of what ranks measure in the step
     _plan: Plan | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
@@ -273,6 +275,7 @@ def _answer(
             within_error=within_error,
             speeds=tuple(request.speeds),
             factor_ns=tuple(costs.derivatives(plan, predicted_ns)) if feedback else None,
+            phases=costs.phases(plan, computing_by_rank) if feedback else (),
         )
     except SeqloomError as error:
         reason = f"planner {chosen.name!r}: {error}"

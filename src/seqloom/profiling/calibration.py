@@ -47,6 +47,8 @@ from seqloom.train.trainer import gather_values
 
 REPEATS, TURNS, QUICK_TURNS = 3, 3, 2
 """How often kernels and messages are timed, and how often all trials are; the first turn of them is the slowest."""
+QUICK_S, LEAST_TRIALS = 8.0, 6
+"""Seconds after which a quick measurement times no further plan, and how many it times in any case."""
 SHORT_STEP_S = 0.25
 """Steps of fewer seconds are repeated, as often as there are turns: a delay of the host weighs more in them."""
 KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_048, 8_192, 32_768, 131_072)}
@@ -103,6 +105,7 @@ class Calibrator:
         self.device, self.dtype, self.clock = device, dtype, clock
         self.timer = StepTimer(cost, transport, device, dtype, clock=clock)
         self._links = "network" if cost.cluster.nodes > 1 else "intra"
+        self._begin, self._limit_s = 0.0, inf
 
     def calibrate(
         self,
@@ -124,6 +127,7 @@ class Calibrator:
             quick: try fewer plans, less often, and no documents in pieces; a tenth of the time, twice the error.
             experts: expert degrees that are tried beside that of the cost model; each takes a model of its own.
         """
+        self._begin, self._limit_s = self.clock(), QUICK_S if quick else inf
         report("kernels, matrix products, messages")
         lengths = KERNEL_LENGTHS[self.device.type]
         start = self._measure_start([each for each in lengths if not quick or each <= max(longest, lengths[2])])
@@ -183,6 +187,8 @@ class Calibrator:
         seconds = [inf] * len(plans)
         for turn in range(turns):
             for number, plan in enumerate(plans):
+                if (turn or number >= LEAST_TRIALS) and self._out_of_time():
+                    return [Trial(plan, 1e9 * best) for plan, best in zip(plans, seconds, strict=True) if best < inf]
                 if turn == 0:
                     report(f"trial {number + 1} of {len(plans)}: {describe_trial(plan)}")
                 repeats = turns if turn and seconds[number] <= SHORT_STEP_S else 1
@@ -190,6 +196,10 @@ class Calibrator:
             if turn + 1 < turns:
                 report(f"all trials again, turn {turn + 2} of {turns}")
         return [Trial(plan, 1e9 * fastest) for plan, fastest in zip(plans, seconds, strict=True)]
+
+    def _out_of_time(self) -> bool:
+        """Whether a quick measurement has taken its time, on some rank."""
+        return self._limit_s < inf and self.timer.slowest(self.clock() - self._begin) > self._limit_s
 
     def _measure_start(self, lengths: Sequence[int]) -> AnalyticProfile:
         """Return the given profile with the constants that are measured by themselves, kernels with these lengths."""

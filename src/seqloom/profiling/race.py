@@ -1,9 +1,10 @@
 """A paired race on these ranks: training steps of the same batches under two planners, in turns.
 
-The ranks first calibrate a profile, plan every batch with it, and predict how much faster the second planner is. A race
-whose predicted gain would drown in the noise of the machine is not run (`LEAST_GAIN`). Each pair of steps gives a ratio
-of times; the other work of the machine meets both steps of a pair alike. The median ratio counts, with an interval that
-holds the true one in 95 % of races, whatever the noise is like: it goes from one order statistic to another.
+The ranks first measure a profile, unless that of this machine is stored (`profiling.stored`), plan every batch with it,
+and predict how much faster the second planner is. A race whose predicted gain would drown in the noise of the machine
+is not run (`LEAST_GAIN`). Each pair of steps gives a ratio of times; the other work of the machine meets both steps of
+a pair alike. The median ratio counts, with an interval that holds the true one in 95 % of races, whatever the noise is
+like: it goes from one order statistic to another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import comb
 from typing import Any
 
@@ -22,6 +24,7 @@ from seqloom.describe import ModelSpec
 from seqloom.dist import Transport
 from seqloom.planners import make_plan
 from seqloom.profiling.calibration import Calibrator
+from seqloom.profiling.stored import measured_profile
 from seqloom.simulate import predicted_ns
 
 LEAST_GAIN = 1.15
@@ -40,6 +43,7 @@ class RaceSettings:
     planners: tuple[str, str]  # the time of the first / that of the second is the ratio
     capacity: int  # tokens of a rank in a round
     sharding: str = "full"
+    profiles: str | None = None  # folder of stored profiles; None: `stored.stored_profiles`
 
     @property
     def longest(self) -> int:
@@ -108,12 +112,12 @@ def race(
     options = {"sharding": settings.sharding, "capacity": settings.capacity, "max_length": settings.longest}
     cluster = f"1x{transport.ranks}xCPU"
     calibrator = Calibrator(cost_model(cluster, settings.spec, **options), transport, device, torch.float32)
-    calibration = calibrator.calibrate(settings.longest, lambda text: report(f"measuring: {text}"), quick=True)
-    cost = cost_model(cluster, settings.spec, profile=calibration.profile, **options)
+    measure = partial(measured_profile, calibrator, settings.longest, folder=settings.profiles)
+    measured, _ = measure(lambda text: report(f"measuring: {text}"))
+    cost = cost_model(cluster, settings.spec, profile=measured.profile, **options)
     report("planning")
     pairs = [[make_plan(name, np.array(each), cost) for name in settings.planners] for each in settings.batches]
     first, second = (sum(predicted_ns(pair[side], cost) for pair in pairs) for side in (0, 1))
-    error = statistics.mean(map(abs, calibration.errors))
     ratios: list[float] = []
     for turn in range(TURNS if first >= LEAST_GAIN * second else 0):
         for pair in pairs:
@@ -121,4 +125,4 @@ def race(
             order = (0, 1) if turn % 2 == 0 else (1, 0)
             seconds = {side: calibrator.timer.seconds(pair[side]) for side in order}
             ratios.append(seconds[0] / seconds[1])
-    return RaceResult(settings.planners, first / second, error, tuple(ratios))
+    return RaceResult(settings.planners, first / second, measured.error, tuple(ratios))

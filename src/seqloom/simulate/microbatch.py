@@ -238,6 +238,14 @@ class IdenticalStages:
         )
 
 
+def computing_by_rank(plan: Plan, cost: CostModel) -> np.ndarray:
+    """int64[ranks]: ns in which a rank computes in forwards and backwards, without what it waits for or sends."""
+    total = np.zeros(cost.ranks, dtype=np.int64)
+    for times in price(plan, cost).values():
+        np.add.at(total, times.rank, times.total - times.comm)
+    return total
+
+
 # -- once per step --------------------------------------------------------------
 
 

@@ -275,6 +275,10 @@ class Data:
             )
 
 
+MEASURED = "measured"
+"""The `plan.profile` that a run measures on its machine."""
+
+
 @_checked
 class Planning:
     """Which planner, for which machine, and within what memory."""
@@ -284,7 +288,8 @@ class Planning:
     cluster: str = "auto"
     """A preset, a spelling such as 2x8xH200, or a file; auto: the machine that the processes run on."""
     profile: str | None = None
-    """Constants by name or file; None: those of the cluster's device."""
+    """Constants by name or file; measured: those of this machine, which a run measures in seconds unless it has done so
+    before; None: those of the cluster's device, measured if none are shipped for it."""
     sharding: Literal["full", "hybrid", "none", "free"] = "full"
     """Parameters are sharded over all ranks, those of a node, or not; free: over all ranks, and every step moves them
     to where its plan computes, so that plans may have any stages."""
@@ -535,7 +540,7 @@ class Config:
                 ModelSpec.load(config.model.spec)
             if config.plan.cluster != "auto":
                 Cluster.parse(config.plan.cluster)
-            if config.plan.profile is not None:
+            if config.plan.profile not in (None, MEASURED):
                 Profile.load(config.plan.profile)
         except SeqloomError as error:
             raise SeqloomError(f"{path}: {error}") from None

@@ -22,16 +22,19 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from math import inf
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
+from seqloom.cost import Profile
 from seqloom.cost.engines import DEVICE_SHARE
 from seqloom.describe.cluster import DEVICES, Cluster, is_device
 from seqloom.dist import (
@@ -49,7 +52,7 @@ from seqloom.models import use_float8
 from seqloom.plan import GroupFamily, Sharding
 from seqloom.planners.hydraulis import strategies_from_json, strategies_to_json
 from seqloom.planners.plan_ahead import end_with_parent
-from seqloom.train.config import Config
+from seqloom.train.config import MEASURED, Config
 from seqloom.train.fork_server import allocator_advice, allocator_environment, check_cores, start_fork_server
 from seqloom.train.logging import Callback, StartUp, load_callbacks
 from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
@@ -166,9 +169,16 @@ def train_on_processes(
     config = for_launched_ranks(config, [JobRank(rank, ranks, rank, ranks) for rank in range(ranks)], share_gpu)
     # refuse here, once, what every process would refuse
     load_callbacks(config.run.callbacks)
-    setup = RunSetup.load(
-        config, ranks, describe=model_family.describe, show=StartUp(sys.stderr if show else None).show
-    )
+    start = StartUp(sys.stderr if show else None)
+    if needs_profile(config) and not profile_file(config).is_file():
+        module, setup = machine_measurement(config, model_family)
+        found = module.find_stored(setup, ranks, threads_of_rank(ranks))
+        if found is None:
+            start.show("measuring this machine, of which no profile is stored")
+            found = run_on_processes(module.measure_stored, ranks, setup, share_gpu=share_gpu)
+        start.show(save_profile(config, *found))
+    config = with_machine_profile(config)
+    setup = RunSetup.load(config, ranks, describe=model_family.describe, show=start.show)
     config = write_strategies(setup.config, setup.planners.strategies)
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
     if setup.planners.multi_stage:
@@ -200,6 +210,7 @@ def _train(
     with lock, Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
         stream = sys.stderr if show and rank == 0 else None
         start = StartUp(stream)
+        config = profile_alike(config, process, model_family, start.show)
         start.enter("reading config and corpus")
 
         def report_start(text: str) -> None:
@@ -371,6 +382,75 @@ def _torch_timeout(config: Config) -> timedelta:
     return timedelta(seconds=max(config.run.timeout_s, START_S))
 
 
+# ---- The profile of a run's machine
+# Measuring needs ranks, and a run's plans need what they measure. So a run whose profile is measured has that in its
+# folder, as a file, before anything is planned: a run that goes on reads the same.
+
+PROFILE_FILE = "profile.json"
+"""In `run.output`: the profile of the machine, where the run has measured it."""
+MACHINE_PROFILES = "seqloom.profiling.stored"
+"""The module that measures: it runs training steps, as this one does, and is loaded by name."""
+
+
+def needs_profile(config: Config) -> bool:
+    """Whether a run's profile is that of its machine: asked for, or no profile is shipped for its device."""
+    if config.plan.profile is not None:
+        return config.plan.profile == MEASURED
+    return not Profile.knows(Cluster.parse(config.plan.cluster).device.name)
+
+
+def profile_file(config: Config) -> Path:
+    """Return where a run has the profile of its machine."""
+    return config.run.output / PROFILE_FILE
+
+
+def with_machine_profile(config: Config) -> Config:
+    """Return a config that names the profile of its machine, if the run has that."""
+    if not needs_profile(config):
+        return config
+    return replace(config, plan=replace(config.plan, profile=str(profile_file(config))))
+
+
+def machine_measurement(config: Config, model_family: ModelFamily) -> tuple[ModuleType, Any]:
+    """Return the module that measures the machine of a run, `profiling.stored`, and its `MachineSetup`."""
+    module, dtypes = import_module(MACHINE_PROFILES), parameter_dtypes(config)
+    dtype = str(dtypes[1] or dtypes[0]).removeprefix("torch.")
+    return module, module.MachineSetup.of_run(config, model_family.describe(config), dtype)
+
+
+def save_profile(config: Config, text: str, note: str) -> str:
+    """Write the profile of a run's machine into its folder; return the note."""
+    path = profile_file(config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise SeqloomError(f"{path}: cannot be written ({reason}); choose another run.output") from None
+    return note
+
+
+def profile_alike(config: Config, process: RankProcess, family: ModelFamily, show: Callable[[str], None]) -> Config:
+    """Return a config with the profile of its machine, which the ranks measure if the run lacks it. All ranks call it.
+
+    Where processes were started by `train_on_processes`, that has done it.
+    """
+    job_rank = process.job_rank
+    placed = for_launched_ranks(config, gather_job_ranks(job_rank), shares_gpu())
+    if not needs_profile(placed):
+        return config
+    there = [profile_file(config).is_file()]
+    dist.broadcast_object_list(there, src=0, device=torch.device("cpu"))
+    if not there[0]:
+        show("looking for the profile of this machine, which is measured if none is stored")
+        module, setup = machine_measurement(placed, family)
+        found = module.measure_stored(process, setup)
+        if job_rank.rank == 0:
+            show(save_profile(config, *found))
+        dist.broadcast_object_list(there, src=0, device=torch.device("cpu"))  # the file is there for all
+    return replace(config, plan=replace(config.plan, profile=str(profile_file(config))))
+
+
 # ---- Processes and devices
 
 
@@ -478,6 +558,11 @@ def _send(processes: Sequence[BaseProcess], number: int) -> None:
             os.kill(cast("int", process.pid), number)
 
 
+def threads_of_rank(ranks: int) -> int:
+    """Return the threads that torch gets in each of so many processes on this machine."""
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
 def _process_main(
     rank: int,
     ranks: int,
@@ -499,7 +584,7 @@ def _process_main(
     receive_signals()
     for name, value in (LOOPBACK | (WATCHED_NCCL if watched else {})).items():
         os.environ.setdefault(name, value)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    torch.set_num_threads(threads_of_rank(ranks))
     job_rank, store = JobRank(rank, ranks, rank, ranks), dist.FileStore(str(Path(folder) / "store"), ranks)
     connect = partial(init_process_group, job_rank, store=store, **options)
     result = _run_body(body, arguments, job_rank, connect, report)

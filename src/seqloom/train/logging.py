@@ -71,6 +71,8 @@ class StepRecord:
     messages_ms: float | None = None  # starting messages to other stages, waiting for theirs
     parameters_ms: float | None = None  # gathering and moving parameters, reducing gradients, norm and loss
     optimiser_ms: float | None = None  # clipping and update
+    attention_ms: float | None = None  # part of forward and backward: calls of attention without messages
+    exchange_ms: float | None = None  # part of them: messages inside layers, with waiting for their other side
 
     @property
     def tokens_per_second(self) -> float:
@@ -124,10 +126,21 @@ class RankMeasurement(NamedTuple):
     reserved: float
     busy_s: float = 0.0  # computing the loss, in which no rank waits for another
     busy_tokens: float = 0.0  # of the loss
+    attention_s: float = 0.0  # calls of attention in forward and backward, without messages
+    exchange_s: float = 0.0  # messages of layers that nothing hides, with the wait for their other side
+    layers_measured: float = False  # whether the last two were
+
+    @property
+    def computing_s(self) -> float:
+        """Forward and backward without messages of layers."""
+        return self.forward_s + self.backward_s - self.exchange_s
 
 
 PHASES = tuple(name.removesuffix("_s") + "_ms" for name in RankMeasurement._fields[1:8])
 """Fields of a `StepRecord` that are phases of `measured_ms`."""
+IN_LAYERS = ("attention_ms", "exchange_ms")
+"""Fields of a `StepRecord` that are parts of forward and backward."""
+RANK_MEMORY = ("allocated", "reserved")
 
 
 def summarize_ranks(ranks: Sequence[RankMeasurement], flops: float, peak_flops: float | None) -> dict[str, Any]:
@@ -137,8 +150,10 @@ def summarize_ranks(ranks: Sequence[RankMeasurement], flops: float, peak_flops: 
         flops: of the model in the whole step, forward and backward.
         peak_flops: FLOP/s of a device; None: not known.
     """
-    seconds, *phases, allocated, reserved, _, _ = zip(*ranks, strict=True)
-    means = {name: 1e3 * fmean(values) for name, values in zip(PHASES, phases, strict=True)}
+    means = {name: 1e3 * fmean(getattr(rank, f"{name[:-3]}_s") for rank in ranks) for name in PHASES}
+    seconds, allocated, reserved = ([getattr(rank, name) for rank in ranks] for name in ("step_s", *RANK_MEMORY))
+    if all(rank.layers_measured for rank in ranks):
+        means |= {name: 1e3 * fmean(getattr(rank, f"{name[:-3]}_s") for rank in ranks) for name in IN_LAYERS}
     return means | {
         "measured_ms": 1e3 * max(seconds),
         "mfu": None if peak_flops is None else flops / (max(seconds) * len(ranks) * peak_flops),

@@ -49,7 +49,7 @@ from seqloom.planners.pipeline.stage_layout import StageLayout, check_head_stage
 from seqloom.planners.registry import PlannerChoice, fastest, parse_planner
 from seqloom.reader import read_mapping
 from seqloom.simulate import predicted_ns
-from seqloom.train.config import Config, Data, Documents, Pipelining
+from seqloom.train.config import MEASURED, Config, Data, Documents, Pipelining
 
 SAMPLED_BATCHES = 4
 """Batches by whose predicted times `pipeline.stages`, `plan.tensor` and `plan.expert` are decided where "auto"."""
@@ -350,7 +350,8 @@ def make_cost_models(config: Config, spec: ModelSpec, ranks: int, longest: int) 
         )
     if stages == "auto" or plan.sharding == Sharding.FREE:
         stages = 2  # perhaps only a pipeline holds the model
-    options: dict[str, Any] = {"profile": plan.profile, "sharding": plan.sharding, "expert": plan.expert}
+    profile = None if plan.profile == MEASURED else plan.profile  # what measures nothing takes what is shipped
+    options: dict[str, Any] = {"profile": profile, "sharding": plan.sharding, "expert": plan.expert}
     options |= {"budget_gib": plan.budget_gib, "max_length": config.data.max_length or longest}
     options |= {"capacity": plan.capacity, "stages": int(stages), "float8": config.model.float8}
     options |= {"offload": plan.offload, "host_gib": plan.host_gib, "tensor": tensor}

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from statistics import fmean
@@ -35,14 +35,15 @@ from seqloom.attention import attention_builds
 from seqloom.attention.kernels import KernelBuild
 from seqloom.compat import is_out_of_memory
 from seqloom.cost.compute import training_flops
-from seqloom.cost.feedback import NO_CHANGE, Factors, Feedback, Measurement, can_refit
+from seqloom.cost.feedback import NO_CHANGE, Factors, Feedback, Measurement, PhaseCost, can_refit
 from seqloom.cost.memory import GIB
 from seqloom.cost.speeds import BusyTime
 from seqloom.data import Batch, RowReader
 from seqloom.describe.cluster import Device, is_device
 from seqloom.dist import Context, Transport
+from seqloom.dist.layer_times import ATTENTION, TimeSlice
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
-from seqloom.engine.executor import MESSAGES, ROWS, TimeSlice
+from seqloom.engine.executor import MESSAGES, ROWS
 from seqloom.errors import MemoryBudgetError, SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.models.experts import balance_experts
@@ -97,6 +98,8 @@ OUT_OF_MEMORY_PLAN = "out-of-memory-plan.json"
 """In `run.output`: the plan of the step that memory did not hold."""
 SLICES = ("bind", "optimiser", MESSAGES, ROWS, *(kind.value for kind in ActionKind))
 """Names of slices of a step, which ranks exchange by number."""
+MEASURED_EVERY = 4
+"""On a GPU, steps from one whose attention and messages are measured to the next: events cost the host time."""
 PROGRESS_LINES = 8
 """How often the progress of builds is shown."""
 
@@ -150,7 +153,7 @@ class Trainer(AbstractContextManager):
             self._callbacks = Callbacks(callbacks, config.run.callbacks, leads=transport.rank == 0)
             self._callbacks.told = self.checkpoints.latest
             self._checked = 0
-            self._busy: list[BusyTime] = []  # of all ranks, in the latest step
+            self._latest: list[RankMeasurement] = []  # of all ranks, in the latest step
             self._use_feedback()
         except BaseException:
             self._closing.__exit__(*sys.exc_info())
@@ -294,6 +297,7 @@ class Trainer(AbstractContextManager):
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         rank_plan = self.bind(step_plan.plan, dropout_seed=step_seed(self.config.run.seed, step_plan.step))
+        rank_plan.layer_times.complete = not cuda or step_plan.step % MEASURED_EVERY == 0
         bound = time.perf_counter()
         pipelined = any(len(pipeline.ranks_by_pp_rank) > 1 for pipeline in step_plan.plan.pipelines)
         if pipelined:  # if a stage hangs, the report says for which message
@@ -320,8 +324,11 @@ class Trainer(AbstractContextManager):
             optimiser_s=end - computed,
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else 0,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else 0,
-            busy_s=result.busy_s,
-            busy_tokens=result.busy_tokens,
+            busy_s=result.layers.loss,
+            busy_tokens=result.layers.loss_tokens,
+            attention_s=result.layers.attention,
+            exchange_s=result.layers.exchange,
+            layers_measured=result.layers.complete,
         )
         if step_plan.step in self.config.log.trace:
             begin, between = TimeSlice("bind", 0.0, bound - start), began - start
@@ -389,9 +396,21 @@ class Trainer(AbstractContextManager):
         derivatives, imbalances = Factors(*step_plan.factor_ns), record.expert_imbalance or [0.0]
         times = step_plan.predicted_ns, 1e6 * record.measured_ms
         measured = Measurement.of(factors, derivatives, *times, imbalance=fmean(imbalances))
-        drift = self.feedback.observe(measured, self._busy)
+        phases = tuple(self._measured_phases(map(PhaseCost.of, step_plan.phases), factors))
+        busy = [BusyTime(rank.busy_s, rank.busy_tokens) for rank in self._latest]
+        drift = self.feedback.observe(measured._replace(phases=phases), busy)
         self._use_feedback()
         return drift
+
+    def _measured_phases(self, predicted: Iterable[PhaseCost], factors: Factors) -> Iterator[Measurement]:
+        """Yield what the ranks measured of phases, in the mean, beside their predictions by these factors."""
+        for phase in predicted:
+            ranks = [self._latest[rank] for rank in phase.ranks]
+            attention = phase.phase == ATTENTION
+            seconds = (each.attention_s if attention else each.computing_s for each in ranks)
+            mean_ns = 1e9 * fmean(seconds)
+            if mean_ns > 0 and all(each.layers_measured for each in ranks):
+                yield Measurement.of(factors, phase.derivatives, phase.predicted_ns, mean_ns)
 
     def _use_feedback(self) -> None:
         """Have plans made by what the run has learned; speeds only if all its planners give slow ranks less."""
@@ -447,7 +466,7 @@ class Trainer(AbstractContextManager):
         """Gather what the ranks measured in a step; all ranks call it."""
         rows = gather_values([*mine, self._asked_to_leave], self.transport, self.device).tolist()
         ranks = [RankMeasurement(*row[:-1]) for row in rows]
-        self._busy = [BusyTime(rank.busy_s, rank.busy_tokens) for rank in ranks]
+        self._latest = ranks
         self._agree_to_leave([row[-1] for row in rows])
         flops = training_flops(batch.lengths, self.setup.spec)
         peak_flops = find_peak_flops(self.setup.cost.cluster.device, self.device)

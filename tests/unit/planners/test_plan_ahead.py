@@ -14,6 +14,7 @@ from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.plan_ahead import MOST_ENDS, PlanAhead
 from seqloom.simulate import predicted_ns, simulate
+from seqloom.simulate.microbatch import computing_by_rank
 
 COST = cost_model("1x8xH200", "llama3-8b")
 BATCHES = [np.array([512, 700, 33_000, 4_096]), np.array([90, 260]), np.array([70_000, 10])]
@@ -60,7 +61,8 @@ def test_plans_are_made_and_priced_by_the_factors_of_their_request():
     assert (after.factors, after.plan.hash) == (factors, plan.hash)
     assert after.predicted_ns == simulate(plan, scaled.cost).step_ns
     assert after.factor_ns == scaled.derivatives(plan, predicted_ns)
-    assert late.fallback_reason and late.factors == factors and late.factor_ns is None
+    assert after.phases == scaled.phases(plan, computing_by_rank)
+    assert late.fallback_reason and late.factors == factors and late.factor_ns is None and not late.phases
     assert late.predicted_ns == predicted_ns(late.plan, scaled.cost)
 
 

@@ -94,6 +94,8 @@ def test_a_step_is_one_line_with_all_figures(tmp_path):
                 "messages_ms": 3.0,
                 "parameters_ms": 2.5,
                 "optimiser_ms": 1.5,
+                "attention_ms": None,
+                "exchange_ms": None,
             }
         ]
     assert read_steps(path) == [made]
@@ -125,6 +127,14 @@ def test_what_ranks_measured_becomes_one_record(ranks, flops, peak):
     assert found.memory_reserved_gib == max(each.reserved for each in ranks) / 2**30
     for name, phase in zip(RankMeasurement._fields[1:8], PHASES, strict=True):
         assert getattr(found, phase) == pytest.approx(1e3 * fmean(getattr(each, name) for each in ranks))
+
+
+def test_phases_inside_layers_are_there_where_all_ranks_have_measured_them():
+    rank = RankMeasurement(1.0, *[0.1] * 7, 0, 0, attention_s=0.04, exchange_s=0.02, layers_measured=True)
+    both = summarize_ranks([rank, rank._replace(attention_s=0.02)], 1e12, None)
+    assert both["attention_ms"] == pytest.approx(30.0) and both["exchange_ms"] == pytest.approx(20.0)
+    assert rank.computing_s == pytest.approx(0.18)
+    assert "attention_ms" not in summarize_ranks([rank, rank._replace(layers_measured=False)], 1e12, None)
 
 
 def test_memory_and_mfu_of_a_cpu_are_not_known():

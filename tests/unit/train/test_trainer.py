@@ -10,7 +10,7 @@ from seqloom.api import cost_model
 from seqloom.attention import AttentionSpec, attention_builds
 from seqloom.describe import Cluster
 from seqloom.dist import run_ranks
-from seqloom.engine.executor import TimeSlice
+from seqloom.dist.layer_times import TimeSlice
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.plan import Plan, json

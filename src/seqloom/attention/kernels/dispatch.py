@@ -615,11 +615,16 @@ def built_in_table() -> KernelTable:
 
 
 def default_table_path() -> Path:
-    """Return where `seqloom profile` writes its table: the user's cache folder, by the custom of the system."""
+    """Return where `seqloom profile` writes its table."""
+    return cache_folder() / "kernels.json"
+
+
+def cache_folder() -> Path:
+    """Return the folder of what this machine has measured: the user's cache folder, by the custom of the system."""
     if sys.platform == "win32":
         folder = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":
         folder = Path.home() / "Library" / "Caches"
     else:
         folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "seqloom" / "kernels.json"
+    return Path(folder) / "seqloom"
