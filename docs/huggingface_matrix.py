@@ -73,8 +73,8 @@ IN_TP_GROUPS = TriedPlan("hydraulis", 4, sharding="free", options={"strategies":
 TENSOR_REASONS = {
     "mixers that scan": "layers that scan",
     "attention is latent": "latent attention",
-    "experts": "experts",
-    "colwise_gather_output": "queries, keys and values in one projection",
+    "silent of attention": "a tensor-parallel plan without attention",
+    "experts": "experts with code of their own",
     "no tensor-parallel plan": "no tensor-parallel plan published",
     "are not one list": "no plain list of layers",
 }
