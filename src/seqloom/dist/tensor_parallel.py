@@ -72,6 +72,11 @@ class TPGroup:
             all_gather(transport, *flat, sizes, self.ranks, collective=self.collective)
         return received if self.order is None else received.index_select(0, self.order)
 
+    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows [tokens, ...] of those of all ranks."""
+        rows = rows if self.inverse_order is None else rows.index_select(0, self.inverse_order)
+        return rows.split(self.counts)[self.index]
+
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows [tokens, ...] of the sum of all ranks' [tokens of the TP group, ...].
 
@@ -92,14 +97,13 @@ class TPGroup:
         if sum(self.counts):
             flat, sizes = (received.view(-1), x.contiguous().view(-1)), [x.numel()] * len(self.ranks)
             all_gather(self.cp_context.transport, *flat, sizes, self.ranks, collective=self.collective)
-        return received.transpose(0, 1).reshape(tokens, -1)
+        return received.transpose(0, 1).flatten(1)
 
     def reduce_scatter_columns(self, partial: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the sum of all ranks' [tokens of the TP group, t * width], added like rows."""
-        tokens, ranks = len(partial), len(self.ranks)
-        sent = partial.view(tokens, ranks, -1).transpose(0, 1).contiguous()
+        sent = partial.unflatten(1, (len(self.ranks), -1)).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
-        self._all_to_all(received, sent, *[[sent[0].numel()] * ranks] * 2)
+        self._all_to_all(received, sent, *[[sent[0].numel()] * len(self.ranks)] * 2)
         return received.sum(0, dtype=torch.promote_types(partial.dtype, torch.float32)).to(partial.dtype)
 
     def split_parts(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
