@@ -47,7 +47,7 @@ def assert_same(
         if split:
             own = replace(own, weight_gradients=defer_weight_gradients(own.layers))
         recompute_layers(own.layers)
-        slice_parameters(own, tensor, transport.rank % tensor)
+        cuts = slice_parameters(own, tensor, transport.rank % tensor)
         before, kv_cache, losses = hooks(own.module), KVCache(), []
         first = transport.rank - transport.rank % tensor
         for groups in rounds:
@@ -65,7 +65,7 @@ def assert_same(
         assert not split or own.layers[0].mlp.down_proj.weight.grad is None
         own.weight_gradients.run(0)
         assert hooks(own.module) == before, "what a layer put up it has taken away"
-        return own.tp_axes
+        return cuts
 
     cuts = run_ranks(ranks, body, strict=True)[0]
     found = whole_gradients([gradients(model) for model in models], cuts, tensor)
@@ -73,9 +73,22 @@ def assert_same(
         assert float((found[name] - wanted).norm()) <= tolerance * max(float(wanted.norm()), 1e-3), name
 
 
+@pytest.mark.parametrize("vocabulary", [29, 32])
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3", "qwen2-windows", "granite", "phi"])
-def test_gradients_are_those_of_plain_transformers(name):
-    assert_same(tiny_model(name), 2, 4, [[Group((0, 1, 2, 3), 4, 1, SPANS)]])
+def test_gradients_are_those_of_plain_transformers(name, vocabulary):
+    """Also of embedding and head that are cut by rows of the vocabulary, tied or with a bias."""
+    plain = tiny_model(name, vocab_size=vocabulary)
+    assert bool(model_adapter(attach(copy.deepcopy(plain))).cut_tables(2)) == (vocabulary == 32)
+    assert_same(plain, 2, 4, [[Group((0, 1, 2, 3), 4, 1, SPANS)]])
+
+
+@pytest.mark.parametrize("padding", [0, 17, 29])
+def test_an_embedding_with_a_padding_id_and_a_factor(padding):
+    """Gemma 2, tied, multiplies embeddings; the gradient of the padding id is that of the head alone."""
+    keys = {"head_dim": 4, "sliding_window": 4, "vocab_size": 32, "pad_token_id": padding}
+    plain = hf.Gemma2ForCausalLM(hf.Gemma2Config(**{**SIZES, **keys})).double().train()
+    assert plain.model.embed_tokens.padding_idx == padding
+    assert_same(plain, 2, 4, [[Group((0, 1), 2, 1, SPANS[:2])], [Group((2, 3), 2, 1, SPANS[2:])]], tolerance=1e-6)
 
 
 def test_fused_projections_and_both_parts_beside_each_other():
@@ -168,7 +181,8 @@ def test_a_tp_group_without_tokens_or_without_a_group(name):
 def test_four_members_two_stages_and_a_document_in_pieces():
     pieces = (Span(0, 0, 6), Span(0, 6, 13))
     rounds = [[Group((0, 1, 2, 3), 4, 1, pieces[:1])], [Group((0, 1, 2, 3), 4, 1, (pieces[1], *SPANS[1:]))]]
-    assert_same(tiny_model("mistral", **WIDE), 4, 4, rounds, pieces={0: pieces}, stages=True)
+    plain = tiny_model("mistral", **WIDE, vocab_size=32)
+    assert_same(plain, 4, 4, rounds, pieces={0: pieces}, stages=True)
 
 
 def test_norms_around_both_parts():

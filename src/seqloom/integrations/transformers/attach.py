@@ -242,6 +242,9 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         check_positions(decoder, embedding, layers)
         tp_layers(layers, regions)
         options |= {"tp_axes": tp_axes, "tp_divisors": tp_divisors, "no_tp_reason": ""}
+        tables = (embedding, output_head(causal))
+        if isinstance(embedding, nn.Embedding) and isinstance(tables[1], nn.Linear):  # and neither wrapped by peft
+            options["tables"] = tables
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
     options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal)}
