@@ -303,9 +303,10 @@ class ModelWithLoss(nn.Module):
         assert labels is not None  # rows of a part that ends are read with their labels
         weight = cast("torch.Tensor", adapter.head.weight)
         bias = cast("torch.Tensor | None", getattr(adapter.head, "bias", None))
-        measured = nullcontext() if context.busy is None else context.busy.measure(context.tokens)
-        with measured:
-            options = {**self._options, "logits": adapter.logits, "tp_group": adapter.head_tp_group(context)}
+        tp_group = adapter.head_tp_group(context)  # whose ranks wait for each other in the loss
+        waits = context.busy is None or tp_group is not None
+        with nullcontext() if waits else context.busy.measure(context.tokens):
+            options = {**self._options, "logits": adapter.logits, "tp_group": tp_group}
             return summed_loss(states, weight, labels, bias=bias, **options)
 
 

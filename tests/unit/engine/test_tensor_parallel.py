@@ -1,6 +1,8 @@
 """The reference model in TP groups has the loss and the gradients of one process, whatever is recomputed or split."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +140,21 @@ def test_a_layer_gathers_twice_and_sums_twice_each_way():
         return counting.traffic("exchange").calls
 
     assert run_ranks(2, body, strict=True) == [2 * 2 * 2 * GROUPED.spec.layers + 3 + 4] * 2
+
+
+@pytest.mark.parametrize(("vocabulary", "measured"), [(23, sum(LENGTHS)), (24, 0)])
+def test_a_loss_in_which_ranks_wait_says_nothing_of_their_speed(vocabulary, measured):
+    step = replace(GROUPED, spec=replace(GROUPED.spec, vocabulary=vocabulary))
+
+    def body(transport):
+        adapter, tokens = step.model_adapter(), []
+        slice_parameters(adapter, 2, transport.rank)
+        context = bind(StageMicroBatch((one_group(2),), Checkpoint.NONE), transport, tensor=2)
+        context.busy = SimpleNamespace(measure=lambda count: tokens.append(count) or nullcontext())
+        ModelWithLoss(adapter)(*step.rows()(context), context)
+        return sum(tokens)
+
+    assert sum(run_ranks(2, body, strict=True)) == measured
 
 
 @pytest.mark.parametrize(
