@@ -149,7 +149,7 @@ def test_strategies_change_neither_losses_nor_model(seqloom_here, place, two):
 @pytest.mark.slow
 def test_tp_groups_divide_experts_and_a_run_goes_on_without_them(seqloom_here, place):
     """Losses, and the loss after the last step, of one rank: in TP groups, in stages of one each, and begun in one."""
-    model = tiny_model("qwen3-moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    model = tiny_model("qwen3-moe", output_router_logits=True, router_aux_loss_coef=0.3, vocab_size=32)
     model.save_pretrained(place / "experts")
     options = {"model__huggingface": place / "experts", "checkpoint__every": 1, "checkpoint__keep": STEPS}
     one = trained(seqloom_here, place, "experts-1", "--ranks", "1", plan__planner="static", **options)
