@@ -7,6 +7,8 @@ tokens of all and a slice of the weights:
     x -> all_gather_rows -> q, k, v of own heads -> attention -> o_proj of own heads -> reduce_scatter_rows
     x -> all_gather_rows -> gate, up, down of own columns                            -> reduce_scatter_rows
 
+Embedding and head may be cut, too, by rows of the vocabulary: `models.adapter.cut_embedding`, `models.loss`.
+
 Attention over a slice's heads involves the rank with that slice in every TP group. `TPGroup.cp_context` is the round
 among these. With ulysses 4 and t = 2
 
