@@ -23,6 +23,7 @@ def test_the_planning_commands_run(run_block):
     assert "speed-up" in said
 
 
+@pytest.mark.slow
 def test_what_a_cut_vocabulary_saves_is_what_the_cost_model_says():
     """GiB before any token, beside a vocabulary of one token more, which no degree divides."""
     rows = [
