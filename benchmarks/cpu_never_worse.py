@@ -73,7 +73,7 @@ class Side:
         """Compare a step with its prediction, as the trainer does."""
         result = self.timer.last_result
         assert result is not None
-        busy = gather_values([result.busy_s, float(result.busy_tokens)], self._transport, self._device)
+        busy = gather_values([result.layers.loss, float(result.layers.loss_tokens)], self._transport, self._device)
         if self._ahead is None or step is None or step.factor_ns is None:
             return
         factors, derivatives = Factors(*step.factors).resolved(self.cost), Factors(*step.factor_ns)

@@ -126,8 +126,8 @@ def measured(kind: Kind, transport: TorchTransport, turns: int) -> list[dict[str
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
     """Return Spearman's."""
-    ranks = [np.argsort(np.argsort(each)) for each in (first, second)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = np.argsort(np.argsort([first, second]))
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def judged(rows: list[dict[str, Any]]) -> list[Check]:

@@ -50,7 +50,7 @@ MARKER = "matrix"
 EXACT, WHOLE, ONE_STAGE = "exact", "exact, documents not in pieces", "exact, not in stages"
 TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 """All causal model types of the installed transformers."""
-VOCABULARY, LENGTHS = 61, (13, 5, 21, 2)
+VOCABULARY, LENGTHS = 62, (13, 5, 21, 2)
 MOST_PARAMETERS = 10_000_000
 TOLERANCE = 1e-5
 """Relative difference of a gradient: models that compute parts in float32 by design reach no less."""
@@ -64,17 +64,21 @@ class TriedPlan(NamedTuple):
     capacity: int = 24  # tokens of a rank, at most
     sharding: str = "full"
     options: Mapping[str, Any] = {}
+    tensor: int = 1
 
 
 PLANS = (TriedPlan("static:1", 1), TriedPlan("flex", 3), TriedPlan("static:4", 4), TriedPlan("pipeline:2", 2, 8))
 TENSOR = Strategy((PipelineConfig(ParallelConfig(1, 2, 2), (0, 1, 2, 3), 96),))
-IN_TP_GROUPS = TriedPlan("hydraulis", 4, sharding="free", options={"strategies": (TENSOR,)})
-"""Two TP groups of two ranks, which share documents by heads."""
+IN_TP_GROUPS = (
+    TriedPlan("hydraulis", 4, sharding="free", options={"strategies": (TENSOR,)}),
+    TriedPlan("static:4", 4, sharding="none", tensor=2),
+)
+"""Two TP groups of two ranks, which share documents by heads; the latter cut embedding and head, too."""
 TENSOR_REASONS = {
     "mixers that scan": "layers that scan",
     "attention is latent": "latent attention",
-    "experts": "experts",
-    "colwise_gather_output": "queries, keys and values in one projection",
+    "silent of attention": "a tensor-parallel plan without attention",
+    "experts": "experts with code of their own",
     "no tensor-parallel plan": "no tensor-parallel plan published",
     "are not one list": "no plain list of layers",
 }
@@ -414,9 +418,9 @@ def try_plans(config: Any, folder: Path) -> Verdict:
     spec, adapter, truth = describe(config), tiny_adapter(config), plain_outcome(config, source)
     what, tensor = ONE_STAGE if adapter.single_stage_reason else EXACT, tensor_refusal(adapter, spec)
     plans = [each for each in PLANS if each.planner != "pipeline:2" or what == EXACT]
-    for tried in [*plans, *([] if tensor else [IN_TP_GROUPS])]:
+    for tried in [*plans, *(() if tensor else IN_TP_GROUPS)]:
         options = {"capacity": tried.capacity, "max_length": 64, "stages": 2, "sharding": tried.sharding}
-        cost = CostModel(Cluster.parse(f"1x{tried.ranks}xCPU"), spec, **options)
+        cost = CostModel(Cluster.parse(f"1x{tried.ranks}xCPU"), spec, **options, tensor=tried.tensor)
         plan = PlannerChoice(tried.planner, tried.options).plan(batch.lengths, cost)
         try:
             outcome = run_plan(plan, source, batch, partial(tiny_adapter, config))

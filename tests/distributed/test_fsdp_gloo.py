@@ -254,8 +254,10 @@ def trained_in_tp_groups(transport, step, plan, folder):
 
 
 SPARSE = {"moe_layers": (1,), "experts": 6, "active_experts": 2, "expert_ffn": 6, "shared_ffn": 8}
-UNEVEN = replace(STEP, spec=tiny_spec(ffn=12, hidden=10, head_dim=2, tied=True, **SPARSE))
-"""Rows of slices that ranks cannot share evenly, and experts that TP groups divide."""
+UNEVEN = replace(STEP, spec=tiny_spec(ffn=12, hidden=10, head_dim=2, tied=True, vocabulary=26, **SPARSE))
+"""Rows of slices that ranks cannot share evenly, and experts and a tied table that TP groups divide."""
+WORDS = replace(STEP, spec=replace(STEP.spec, vocabulary=24))
+"""Embedding and head that TP groups cut by rows of the vocabulary."""
 
 
 @pytest.mark.parametrize(
@@ -265,8 +267,9 @@ UNEVEN = replace(STEP, spec=tiny_spec(ffn=12, hidden=10, head_dim=2, tied=True, 
         pytest.param(Sharding.HYBRID, 2, UNEVEN, marks=pytest.mark.slow),
         pytest.param(Sharding.NONE, 2, STEP, marks=pytest.mark.slow),
         pytest.param(Sharding.FULL, 4, STEP, marks=pytest.mark.slow),
-        pytest.param(Sharding.HYBRID, 4, STEP, marks=pytest.mark.slow),
-        pytest.param(Sharding.NONE, 4, STEP, marks=pytest.mark.slow),
+        pytest.param(Sharding.FULL, 4, WORDS, marks=pytest.mark.slow),
+        pytest.param(Sharding.HYBRID, 4, WORDS, marks=pytest.mark.slow),
+        pytest.param(Sharding.NONE, 4, WORDS, marks=pytest.mark.slow),
     ],
 )
 def test_tp_groups_under_every_sharding(gloo_pool, tmp_path, sharding, tensor, step):

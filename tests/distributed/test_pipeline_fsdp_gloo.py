@@ -212,7 +212,7 @@ def run_mixture(transport, step, plan, folder):
 def test_tp_groups_of_stages_divide_their_weights(gloo_pool, tmp_path, sharding, tensor):
     """Documents in pieces and backwards in halves; a checkpoint loads where nothing is divided."""
     step, plan = fixed_step("seq1f1b-zb", 2, 4 // tensor, (2, 1, 3))
-    spec = replace(step.spec, heads=step.spec.heads * tensor, kv_heads=step.spec.kv_heads * tensor)
+    spec = replace(step.spec, heads=step.spec.heads * tensor, kv_heads=step.spec.kv_heads * tensor, vocabulary=24)
     spec = replace(spec, experts=8, active_experts=3, expert_ffn=6, moe_layers=(0, 2))
     step = replace(step, spec=spec)
     plan = in_tp_groups(replace(plan, sharding=sharding), tensor)

@@ -147,6 +147,24 @@ def test_strategies_change_neither_losses_nor_model(seqloom_here, place, two):
 
 
 @pytest.mark.slow
+def test_tp_groups_divide_experts_and_a_run_goes_on_without_them(seqloom_here, place):
+    """Losses, and the loss after the last step, of one rank: in TP groups, in stages of one each, and begun in one."""
+    model = tiny_model("qwen3-moe", output_router_logits=True, router_aux_loss_coef=0.3, vocab_size=32)
+    model.save_pretrained(place / "experts")
+    options = {"model__huggingface": place / "experts", "checkpoint__every": 1, "checkpoint__keep": STEPS}
+    one = trained(seqloom_here, place, "experts-1", "--ranks", "1", plan__planner="static", **options)
+    four = {"plan__capacity": 40, "plan__tensor": 2, **options}
+    found = [trained(seqloom_here, place, "experts-2", "--ranks", "4", plan__sharding="hybrid", **four)]
+    found.append(trained(seqloom_here, place, "experts-2x2", "--ranks", "4", pipeline__stages=2, **four))
+    begun = place / "experts-2" / "checkpoints" / "step-00000001"
+    other = options | {"plan__capacity": 40, "plan__expert": 2, "checkpoint__resume": begun}
+    found.append([one[0], *trained(seqloom_here, place, "experts-other", "--ranks", "2", **other)])
+    assert np.allclose(found, [one] * 3, rtol=1e-9, atol=0)
+    evaluated = [logged(place / f"experts-{run}", "evaluation_loss")[-1] for run in ("1", "2", "2x2", "other")]
+    assert np.allclose(evaluated, evaluated[0], rtol=1e-9, atol=0)
+
+
+@pytest.mark.slow
 def test_a_finished_run_writes_a_model_that_was_lost(seqloom_here, place, two):
     folder = place / "two" / "model"
     before = (folder / "model.safetensors").read_bytes()

@@ -110,7 +110,7 @@ def test_random_pipelines_side_by_side(nccl_pool, device, data):
 @settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
 def test_random_plans_of_tp_groups(nccl_pool, device, data):
-    """Any groups and checkpoints under sharding full, hybrid and none; experts that TP groups divide."""
+    """Any groups and checkpoints under sharding full, hybrid and none; TP groups divide experts and vocabulary."""
     step = data.draw(wide_steps())
     plan = data.draw(tensor_plans(step, max_ranks=8).filter(lambda plan: plan.pipelines[0].stages[0].tensor != 3))
     check(nccl_pool, step, whole_job(plan), device, body=sharded)
@@ -208,7 +208,7 @@ def test_sharded_stages(nccl_pool, device, name):
 @pytest.mark.parametrize("sharding", [Sharding.FULL, Sharding.HYBRID, Sharding.NONE])
 def test_experts_in_tp_groups_of_sharded_stages(nccl_pool, device, sharding):
     step, plan = fixed_step("seq1f1b-zb", 2, 2, (2, 1, 3))
-    spec = replace(step.spec, heads=step.spec.heads * 2, kv_heads=step.spec.kv_heads * 2)
+    spec = replace(step.spec, heads=step.spec.heads * 2, kv_heads=step.spec.kv_heads * 2, vocabulary=24)
     step = replace(step, spec=replace(spec, experts=8, active_experts=3, expert_ffn=6, moe_layers=(0, 2)))
     plan = in_tp_groups(replace(plan, sharding=sharding), 2)
     check(nccl_pool, step, plan, device, body=in_stages)

@@ -313,10 +313,11 @@ def divided_experts(draw: st.DrawFn, plan: Plan, experts: int) -> Plan:
 
 @st.composite
 def wide_steps(draw: st.DrawFn) -> Step:
-    """Draw a step whose heads and widths 2, 3 or 4 ranks can divide."""
+    """Draw a step whose heads and widths 2, 3 or 4 ranks can divide, and sometimes its vocabulary."""
     step, kv_heads = draw(steps(longest=20)), draw(st.sampled_from((2, 3, 4)))
     heads = kv_heads * draw(st.integers(1, 2))
-    step = replace(step, spec=replace(step.spec, heads=heads, kv_heads=kv_heads))
+    vocabulary = draw(st.sampled_from((23, 24)))
+    step = replace(step, spec=replace(step.spec, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary))
     return draw(with_experts(step)) if kv_heads != 3 and draw(st.booleans()) else step
 
 

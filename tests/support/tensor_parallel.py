@@ -10,17 +10,19 @@ from seqloom.models.adapter import ModelAdapter
 
 
 @torch.no_grad()
-def slice_parameters(adapter: ModelAdapter, degree: int, index: int) -> None:
-    """Leave a tp_group member's slices in the parameters of a network, in place.
+def slice_parameters(adapter: ModelAdapter, degree: int, index: int) -> dict[str, int]:
+    """Leave a tp_group member's slices in the parameters of a network, in place; return the axis of each by name.
 
     Args:
-        network: whole.
+        adapter: of the network, whole.
         degree: ranks of the tp_group.
         index: of the member.
     """
+    cuts = {**adapter.tp_axes, **dict.fromkeys(adapter.cut_tables(degree), 0)}
     for name, parameter in adapter.module.named_parameters():
-        if name in adapter.tp_axes:
-            parameter.data = parameter.data.chunk(degree, adapter.tp_axes[name])[index].clone()
+        if name in cuts:
+            parameter.data = parameter.data.chunk(degree, cuts[name])[index].clone()
+    return cuts
 
 
 def whole_gradients(

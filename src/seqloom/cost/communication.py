@@ -239,6 +239,11 @@ class Communication:
     profile: AnalyticProfile
     cluster: Cluster
     model: ModelSpec
+    cut_tables: float = 0.0  # of embedding and head, how many are cut over TP groups
+
+    def of_layers(self, model: ModelSpec) -> Communication:
+        """With some of the layers, and their share of the tables: they are priced with the layers, stage by stage."""
+        return replace(self, model=model, cut_tables=self.cut_tables * model.layers / self.model.layers)
 
     # Ulysses: an all-to-all of heads
 
@@ -387,11 +392,16 @@ class Communication:
 
     # tensor parallelism: each half of a layer, attention and the feed-forward, all-gathers its input (hidden states)
     # from the tensor parallel group and sends partial sums of its output to the ranks that own the rows (an
-    # all-to-all), where they are added. Backward does the reverse of each.
+    # all-to-all), where they are added. Backward does the reverse of each. An embedding that is cut has a sum, and in
+    # backward a gather; a head has a gather and a sum, which is that of gradients, both in forward.
+
+    def tensor_exchanges(self, checkpoint: Checkpoint) -> float:
+        """Tensor parallel all-gathers, all layers and tables, forward and backward; there are as many sums."""
+        return tensor_gathers(checkpoint) * self.model.layers + self.cut_tables
 
     def tensor(self, shape: GroupShape, traffic: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of a group of this shape, all layers, forward and backward."""
-        values = tensor_gathers(checkpoint) * self.model.layers * self.model.hidden
+        values = self.tensor_exchanges(checkpoint) * self.model.hidden
         message = values * ACTIVATION_BYTES / shape.degree
         gathers = direct_flow(traffic.tensor, *self.message_ns(message, "collective"))
         return gathers + direct_flow(traffic.tensor, *self.message_ns(message, "all_to_all"))
@@ -403,7 +413,7 @@ class Communication:
         crosses = traffic.tensor.node_out > 0
         gather = self.latency("collective", crosses, tensor - 1)
         total = gather + self.latency("all_to_all", crosses, (tensor - 1).bit_length())
-        return tensor_gathers(checkpoint) * self.model.layers * total
+        return self.tensor_exchanges(checkpoint) * total
 
     # expert parallelism: a rank sends each token once to every other rank of its EP group with some of its experts (an
     # all-to-all), and gets the sum of what these return. Backward does the reverse of each.

@@ -368,9 +368,9 @@ class Compute:
         _, kv = attention_widths(self.model)
         return self.model.latent_values * 2 * kv * (-(-self.model.heads // shape.ulysses) / self.model.heads)
 
-    def tensor_sums(self, tensor: int, gathers: int) -> float:
-        """ns per token of a rank, all layers, of so many sums per layer: each reads a row of every rank, writes one."""
-        touched = gathers * self.model.layers * (tensor + 1) * self.model.hidden if tensor > 1 else 0
+    def tensor_sums(self, tensor: int, sums: float) -> float:
+        """ns per token of a rank of so many sums: each reads a row of every rank, writes one."""
+        touched = sums * (tensor + 1) * self.model.hidden if tensor > 1 else 0
         return touched * 2 / self.memory_gb_s
 
     def optimiser(self, parameters: float) -> float:

@@ -28,7 +28,6 @@ from seqloom.cost.communication import (
     cp_model,
     cp_shape,
     passes,
-    tensor_gathers,
 )
 from seqloom.cost.compute import OPTIMISER_TRAFFIC, Compute, ExpertTimes
 from seqloom.cost.forward_backward import FORWARD, forward_with
@@ -180,14 +179,15 @@ class AnalyticEngine(CostEngine):
         imbalance = profile.expert_imbalance if cost.memory_imbalance is None else cost.memory_imbalance
         held = replace(profile, expert_imbalance=imbalance)
         shared = held, model, cost.context, shard_ranks, tensor, owners, cost.offload_optimiser
+        memory = AnalyticMemory(*shared, cost.expert)
         reduces = (Reduce.ROUND, Reduce.STEP) if shard_ranks > 1 else (Reduce.STEP,)
         checkpoints = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
         return cls(
             profile=profile,
             model=model,
             compute=compute,
-            links=Communication(profile, cluster, cp_model(model, tensor)),
-            memory=AnalyticMemory(*shared, cost.expert),
+            links=Communication(profile, cluster, cp_model(model, tensor), 2 if memory.table_ranks > 1 else 0),
+            memory=memory,
             shard_ranks=shard_ranks,
             budget_bytes=math.floor(budget * GIB),
             shapes=with_methods(plain, cluster.gpus_per_node, nics, model.latent > 0, model.mixer_state > 0),
@@ -203,7 +203,7 @@ class AnalyticEngine(CostEngine):
     def of_layers(self, model: ModelSpec) -> AnalyticEngine:
         """With the share of a round's constant that these layers are of all: a profile does not say what it is for."""
         profile = replace(self.profile, round_us=self.profile.round_us * model.layers / self.model.layers)
-        links, compute = replace(self.links, model=cp_model(model, self.tensor)), self.compute.of_layers(model)
+        links, compute = self.links.of_layers(cp_model(model, self.tensor)), self.compute.of_layers(model)
         own = {"profile": profile, "links": links, "compute": compute, "matmul_share": compute.matmul_share}
         return replace(self, model=model, **own)
 
@@ -239,7 +239,7 @@ class AnalyticEngine(CostEngine):
     def token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
         """ns per token of the group, without attention."""
         ulysses, kv, tensor, mixers = self.flows(shape, policy, traffic)
-        sums = self.compute.tensor_sums(self.tensor, tensor_gathers(policy.checkpoint))
+        sums = self.compute.tensor_sums(self.tensor, self.links.tensor_exchanges(policy.checkpoint))
         rates = self.prefix_token_ns(shape, policy, traffic)
         rates["kv_gather"] += self.links.gathered_kv(cp_shape(shape, self.tensor))
         experts, routed = self.links.expert(self.expert, policy.checkpoint), self.expert_times(policy).token_ns
@@ -403,10 +403,12 @@ class AnalyticEngine(CostEngine):
         reductions = sum(self.model.trained_parameters(layer) > 0 for layer in layers)
         common = sum(each.common for each in held), sum(each.common for each in trained)
         divided = sum(each.divided for each in held), sum(each.divided for each in trained)
-        if self.tensor > 1:
-            outside = int(common[0] > 0)  # embedding, final norm and head: one call
+        if self.tensor > 1:  # embedding, final norm and head: one call
+            outside, beside = int(common[0] > 0), 0
+            if self.memory.table_ranks > 1:
+                beside = int(any(part.has_embedding or part.has_head for part in stages))
             yield ShardedParameters(*common, shards, outside, outside, 1)
-            yield ShardedParameters(*divided, divided_shards, len(layers), reductions, self.tensor)
+            yield ShardedParameters(*divided, divided_shards, len(layers) + beside, reductions + beside, self.tensor)
             return
         yield ShardedParameters(*common, shards, len(layers), reductions, 1)
         if self.expert > 1:

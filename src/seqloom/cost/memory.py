@@ -11,7 +11,8 @@ adapters alone are trained, all other parameters have neither moments nor gradie
     expert parallelism    of the experts a rank has its EP group's share, which it shards over the ranks of its shard
                           group that have the same experts
     tensor parallelism    of the matrices of layers a rank has its TP group's share, which it shards, with all else of
-                          the layers, over the ranks of its shard group that have the same share
+                          the layers, over the ranks of its shard group that have the same share; so with embedding and
+                          head, if the degree divides the vocabulary and sharding is not free
     offloaded optimiser   master and moments in host memory; in their place a bf16 copy of the rank's part of them,
                           unless that is the copy that layers compute with
 
@@ -27,8 +28,8 @@ Activations per token and layer, from a micro-batch's forward to its backward:
 Recomputing needs one layer's ``none`` set at a time on top (``stage``: that of all layers). The attention output counts
 twice: with Ulysses it is kept as the kernel left it, all tokens of some heads, and as it came back, some tokens of all
 heads. A backward in halves (I, W) leaves the inputs of the stage's products and the gradients of their outputs from I
-to W. Tensor ranks gather hidden states of all tokens of their group, and send and receive partial sums of as many. The
-busiest rank of an EP group has more tokens in its experts than it sends.
+to W. Tensor ranks gather hidden states of all tokens of their group, and send and receive partial sums of as many, also
+around a head that they cut. The busiest rank of an EP group has more tokens in its experts than it sends.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class RankParameters(NamedTuple):
     """Parameters that a rank computes with."""
 
     common: int  # that all ranks of its shard group have
-    divided: int  # layers of a TP group, or experts of an EP group, which has a part of each on every rank
+    divided: int  # of a TP group, or experts of an EP group, which has a part of each on every rank
 
     @property
     def total(self) -> int:
@@ -105,6 +106,11 @@ class AnalyticMemory:
     """Ranks of an EP group."""
 
     @property
+    def table_ranks(self) -> int:
+        """Ranks that cut embedding and head by rows of the vocabulary."""
+        return 1 if self.owners or self.model.vocabulary % self.tensor else self.tensor
+
+    @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
         return layer_parameters(self.model, self.context, self._all_layers, 1)
@@ -116,7 +122,9 @@ class AnalyticMemory:
 
     def parameters_of(self, layers: LayerRange) -> RankParameters:
         """Parameters that a rank of a stage with these layers computes with."""
-        every = layer_parameters(self.model, self.context, layers, self.tensor)
+        every = layer_parameters(self.model, self.context, layers, self.tensor, tables=self.table_ranks)
+        if self.table_ranks > 1:
+            return RankParameters(0, every)
         if self.tensor > 1:
             divided = sum(self.model.layer_parameters(layer, self.tensor) for layer in range(layers.first, layers.stop))
             return RankParameters(every - divided, divided)
@@ -184,7 +192,7 @@ class AnalyticMemory:
         master, moments = (0, 0) if self.offload_optimiser else (MASTER_BYTES, MOMENT_BYTES)
         state = (PARAMETER_BYTES + master) * self._sharded(self.rank_parameters, self.shard_ranks)
         state += (moments + GRADIENT_BYTES) * self._sharded(trained, self.shard_ranks)
-        tables = self.model.head_parameters * (1 if self.model.tied else 2)
+        tables = self.model.head_parameters * (1 if self.model.tied else 2) // self.table_ranks
         gathered = PARAMETER_BYTES * (self._two_layers(layers) + tables)
         gradients = self._two_layers(layers, trained=True) if policy.reduce == Reduce.ROUND else trained.total
         return state + gathered + GRADIENT_BYTES * gradients + self.working_bytes(layers)
@@ -223,7 +231,8 @@ class AnalyticMemory:
 
         Under free sharding also the rank's part of the optimiser's state, and two layers' gradients packed to be sent.
         """
-        logits = self.profile.head_chunk * self.model.vocabulary * CHUNK_LOGIT_BYTES if layers.has_head else 0
+        columns = self.model.vocabulary // self.table_ranks if layers.has_head else 0
+        logits = self.profile.head_chunk * columns * CHUNK_LOGIT_BYTES
         packed = GRADIENT_BYTES * self._two_layers(layers, trained=True) if self.owners > 1 else 0
         return self.idle_bytes + packed + logits + int(self.profile.workspace_gib * GIB)
 
@@ -289,6 +298,8 @@ class AnalyticMemory:
         deferred = float(sum(2 * (layer.saved - query + outputs) for layer in values))
         busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if layers.has_head else 0)
         busy += 2 * 2 * tensor * hidden if tensor > 1 else 0
+        if layers.has_head and self.table_ranks > 1:  # exchanged like those of a layer, while their gradients add up
+            busy += 2 * tensor * hidden
         busy += self._expert_buffers(layers)
         stored = self._stored(layers, checkpoint, lighter_layers)
         held, copied = float(sum(stored[offloaded_layers:])), 2.0 * max(stored[:offloaded_layers], default=0)
@@ -356,13 +367,15 @@ def stage_parameters(cost: CostModel, layers: LayerRange, tensor: int | None = N
 
 
 @lru_cache(maxsize=4096)
-def layer_parameters(model: ModelSpec, context: int, layers: LayerRange, tensor: int, *, trained: bool = False) -> int:
+def layer_parameters(
+    model: ModelSpec, context: int, layers: LayerRange, tensor: int, *, trained: bool = False, tables: int = 1
+) -> int:
     """Parameters of a rank of some layers, with the embedding on the first stage, norm and head on the last.
 
     All of them, or those that are `trained`.
 
     A tied table is on both. All stages together have the model's parameters, a tied table counted twice. Tensor ranks
-    have their part of the layers' matrices.
+    have their part of the layers' matrices, and of embedding and head if these are cut over `tables` ranks.
     """
     if trained and model.adapters:
         return sum(model.trained_parameters(layer) for layer in range(layers.first, layers.stop))
@@ -371,9 +384,9 @@ def layer_parameters(model: ModelSpec, context: int, layers: LayerRange, tensor:
     beside = outside - table * (1 if model.tied else 2)  # final norm, and learned positions
     positions = context * model.hidden if model.learned_positions else 0
     own = sum(model.layer_parameters(layer, tensor) for layer in range(layers.first, layers.stop))
-    own += table + positions if layers.has_embedding else 0
+    own += table // tables + positions if layers.has_embedding else 0
     if layers.has_head:
-        own += beside - positions + (0 if layers.has_embedding and model.tied else table)
+        own += beside - positions + (0 if layers.has_embedding and model.tied else table // tables)
     return own
 
 

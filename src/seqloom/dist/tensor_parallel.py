@@ -7,6 +7,8 @@ tokens of all and a slice of the weights:
     x -> all_gather_rows -> q, k, v of own heads -> attention -> o_proj of own heads -> reduce_scatter_rows
     x -> all_gather_rows -> gate, up, down of own columns                            -> reduce_scatter_rows
 
+Embedding and head may be cut, too, by rows of the vocabulary: `models.adapter.cut_embedding`, `models.loss`.
+
 Attention over a slice's heads involves the rank with that slice in every TP group. `TPGroup.cp_context` is the round
 among these. With ulysses 4 and t = 2
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, overload
 
@@ -71,6 +74,11 @@ class TPGroup:
             all_gather(transport, *flat, sizes, self.ranks, collective=self.collective)
         return received if self.order is None else received.index_select(0, self.order)
 
+    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows [tokens, ...] of those of all ranks."""
+        rows = rows if self.inverse_order is None else rows.index_select(0, self.inverse_order)
+        return rows.split(self.counts)[self.index]
+
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows [tokens, ...] of the sum of all ranks' [tokens of the TP group, ...].
 
@@ -91,48 +99,60 @@ class TPGroup:
         if sum(self.counts):
             flat, sizes = (received.view(-1), x.contiguous().view(-1)), [x.numel()] * len(self.ranks)
             all_gather(self.cp_context.transport, *flat, sizes, self.ranks, collective=self.collective)
-        return received.transpose(0, 1).reshape(tokens, -1)
+        return received.transpose(0, 1).flatten(1)
 
     def reduce_scatter_columns(self, partial: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the sum of all ranks' [tokens of the TP group, t * width], added like rows."""
-        tokens, ranks = len(partial), len(self.ranks)
-        sent = partial.view(tokens, ranks, -1).transpose(0, 1).contiguous()
+        sent = partial.unflatten(1, (len(self.ranks), -1)).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
-        self._all_to_all(received, sent, *[[sent[0].numel()] * ranks] * 2)
+        self._all_to_all(received, sent, *[[sent[0].numel()] * len(self.ranks)] * 2)
         return received.sum(0, dtype=torch.promote_types(partial.dtype, torch.float32)).to(partial.dtype)
 
-    def split_halves(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's columns of either half, [tokens, 2 * width], from its columns of both halves in a row.
+    def split_parts(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Return this rank's columns of every part, side by side, from its columns of all parts in a row.
 
-        Of two halves of t blocks each, rank r has blocks 2 r and 2 r + 1 and gets blocks r and t + r:
-
-            t = 2   rank 0  gate 0, gate 1  ->  gate 0, up 0      t = 3   rank 1  gate 2, up 0  ->  gate 1, up 1
-                    rank 1  up 0, up 1      ->  gate 1, up 1
+        queries of width 4, keys and values of width 2, t = 2    rank 0  q0 q1 q2 q3  ->  q0 q1 k0 v0
+                                                                 rank 1  k0 k1 v0 v1  ->  q2 q3 k1 v1
         """
-        return self._exchange_blocks(x, self._peers_of_row, self._peers_of_halves)
+        pieces = self._pieces(self.index, widths)
+        columns = x.split([width for _, width in pieces], dim=1)
+        sent = (
+            [each for each, (to, _) in zip(columns, pieces, strict=True) if to == rank]
+            for rank in range(len(self.ranks))
+        )
+        whole = [torch.cat(each or [x[:, :0]], dim=1) for each in sent]
+        return torch.cat(self._exchange_columns(whole, self._widths_from_row(widths)), dim=1)
 
-    def join_halves(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `split_halves` was given."""
-        return self._exchange_blocks(x, self._peers_of_halves, self._peers_of_row)
+    def join_parts(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Return what `split_parts` was given."""
+        pieces = self._pieces(self.index, widths)
+        own = [[width for to, width in pieces if to == rank] for rank in range(len(self.ranks))]
+        received = self._exchange_columns(x.split(self._widths_from_row(widths), dim=1), [sum(each) for each in own])
+        columns = [iter(each.split(cuts, dim=1)) for each, cuts in zip(received, own, strict=True)]
+        return torch.cat([next(columns[to]) for to, _ in pieces], dim=1)
 
-    @property
-    def _peers_of_row(self) -> tuple[int, int]:
-        """Indices of the ranks that get this rank's two blocks of both halves in a row."""
-        return 2 * self.index % len(self.ranks), (2 * self.index + 1) % len(self.ranks)
+    def _pieces(self, rank: int, widths: Sequence[int]) -> list[tuple[int, int]]:
+        """Cut a rank's columns of all parts in a row: the index of the rank that a piece is for, and its width."""
+        ranks, start, found = len(self.ranks), 0, []
+        first, stop = (k * sum(widths) // ranks for k in (rank, rank + 1))
+        for to, width in ((to, width // ranks) for width in widths for to in range(ranks)):
+            inside = min(start + width, stop) - max(start, first)
+            if inside > 0:
+                found.append((to, inside))
+            start += width
+        return found
 
-    @property
-    def _peers_of_halves(self) -> tuple[int, int]:
-        """Indices of the ranks that had this rank's block of either half."""
-        return self.index // 2, (len(self.ranks) + self.index) // 2
+    def _widths_from_row(self, widths: Sequence[int]) -> list[int]:
+        """Return how many of this rank's columns of the parts each rank has in its row."""
+        every = (self._pieces(rank, widths) for rank in range(len(self.ranks)))
+        return [sum(width for to, width in pieces if to == self.index) for pieces in every]
 
-    def _exchange_blocks(self, x: torch.Tensor, to: tuple[int, int], back: tuple[int, int]) -> torch.Tensor:
-        """Send the two halves of the columns to the ranks `to`; return those that the ranks `back` send."""
-        blocks = x.view(len(x), 2, -1).transpose(0, 1)
-        sent = torch.stack([blocks[k] for k in sorted((0, 1), key=to.__getitem__)])
-        received, size = torch.empty_like(sent), sent[0].numel()
-        sizes = ([size * (k in peers) for k in range(len(self.ranks))] for peers in (back, to))
-        self._all_to_all(received, sent, *sizes)
-        return torch.cat([received[sorted(back).index(peer)] for peer in back], dim=1)
+    def _exchange_columns(self, columns: Sequence[torch.Tensor], widths: Sequence[int]) -> list[torch.Tensor]:
+        """Send every rank its columns [tokens, ..]; return those from each rank, [tokens, width]."""
+        tokens, sent = len(columns[0]), torch.cat([each.reshape(-1) for each in columns])
+        sizes, received = [tokens * width for width in widths], sent.new_empty(tokens * sum(widths))
+        self._all_to_all(received, sent, sizes, [each.numel() for each in columns])
+        return [each.view(tokens, width) for each, width in zip(received.split(sizes), widths, strict=True)]
 
     def _all_to_all(
         self, output: torch.Tensor, sent: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
@@ -188,16 +208,18 @@ def all_gather_columns(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     return RowFunction.apply(tp_group.all_gather_columns, tp_group.reduce_scatter_columns, x)
 
 
-def split_halves(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+def split_parts(x: torch.Tensor, widths: Sequence[int], tp_group: TPGroup) -> torch.Tensor:
     """Exchange columns of a fused projection, such as gate and up in a row, for own ones of each. All ranks call it.
 
     Args:
-        x: [tokens of the TP group, width]: the `TPGroup.index`-th of t equal parts of all columns.
+        x: [tokens of the TP group, width / t]: the `TPGroup.index`-th of t equal parts of all columns.
+        widths: of the parts, each a multiple of t.
 
     Returns:
-        [tokens of the TP group, width]: the `TPGroup.index`-th of t equal parts of either half, side by side.
+        [tokens of the TP group, width / t]: the `TPGroup.index`-th of t equal parts of every part, side by side.
     """
-    return RowFunction.apply(tp_group.split_halves, tp_group.join_halves, x)
+    split, join = (partial(move, widths=widths) for move in (tp_group.split_parts, tp_group.join_parts))
+    return RowFunction.apply(split, join, x)
 
 
 @overload

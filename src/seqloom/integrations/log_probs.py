@@ -275,8 +275,9 @@ class _TokenLosses(ReplicatedParameters):
         rows = self.documents.indices(context)
         states, head = self._adapter.run(layers, inputs, context), self._adapter.head
         weight, bias = cast("torch.Tensor", head.weight), cast("torch.Tensor | None", getattr(head, "bias", None))
+        tp_group = self._adapter.head_tp_group(context)
         if self.measured is not None:
-            options = {"bias": bias, "logits": self._made}
+            options = {"bias": bias, "logits": self._made, "tp_group": tp_group}
             if self.measured.shape[1] > 1:
                 self.measured[rows] = token_statistics(states, weight, labels, **options)
             else:
@@ -291,6 +292,7 @@ class _TokenLosses(ReplicatedParameters):
             head_gradients=self._head_gradients,
             logits=self._made,
             token_weights=self.weights[rows],
+            tp_group=tp_group,
         )
 
 

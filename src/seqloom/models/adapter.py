@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,13 +28,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import swap_tensors
 
 from seqloom.attention import AttentionSpec, prepare_attention
-from seqloom.dist import Context, attention_context
+from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
+from seqloom.dist.tensor_parallel import TPGroup
 from seqloom.errors import SeqloomError
 from seqloom.models.experts import ExpertLoad
 from seqloom.models.loss import CHUNK, PRODUCTS, HeadGradients, Logits, summed_loss
 from seqloom.models.router_loss import RouterLoss
 from seqloom.models.split_backward import WeightGradients
-from seqloom.models.transformer import Experts, Transformer
+from seqloom.models.transformer import Experts, Transformer, check_weight_shard
 from seqloom.plan import LayerRange
 from seqloom.plan.parameter_layout import COLUMNS, ROWS
 
@@ -66,6 +67,8 @@ class ModelAdapter:
         tp_axes: canonical name of a parameter -> axis along which a TP group shards it (0 rows, 1 columns); others are
             replicated.
         tp_divisors: what a tensor degree must divide (such as "kv heads") -> how many there are.
+        tables: embedding and head, with a row for every token of the vocabulary, if a TP group may cut them by rows:
+            the embedding is called with token ids, the head only has the parameters of the loss. (): both stay whole.
         no_tp_reason: why no TP group can shard the model's weights; "" if one can.
         deferred: values of parameters that are on "meta"; None: the module has them.
         experts: modules of experts, which read `expert_range` (`models.experts`), and how many each has; their
@@ -89,6 +92,7 @@ class ModelAdapter:
     single_stage_reason: str = ""
     tp_axes: Mapping[str, int] = field(default_factory=dict)
     tp_divisors: Mapping[str, int] = field(default_factory=dict)
+    tables: tuple[nn.Embedding, nn.Linear] | tuple[()] = ()
     no_tp_reason: str = (
         "nobody has said along which axes, see ModelAdapter(.., tp_axes=, tp_divisors=, no_tp_reason='')"
     )
@@ -130,6 +134,7 @@ class ModelAdapter:
             embedding=decoder.embed_tokens,
             tp_axes={name: TP_AXES[module] for name, module in modules.items() if module in TP_AXES},
             tp_divisors={name: count for name, count in divisors.items() if count},
+            tables=(decoder.embed_tokens, model.lm_head),
             no_tp_reason="",
             experts=tuple((each, each.count) for each in model.modules() if isinstance(each, Experts)),
             expert_load=model.expert_load,
@@ -162,6 +167,23 @@ class ModelAdapter:
                 f"tensor degree {degree}: {name} has {', '.join(wrong)}, and every rank of a TP group has an equal "
                 f"share; nearest: tensor = {nearest} (possible: {', '.join(map(str, legal))})"
             )
+
+    def cut_tables(self, degree: int) -> tuple[str, ...]:
+        """Return the names of parameters that TP groups of a degree cut by rows of the vocabulary: all tables, or none.
+
+        Under free sharding they stay whole, and where the degree does not divide the vocabulary.
+        """
+        if not self.tables or any(
+            rows % degree for rows in (self.tables[0].num_embeddings, self.tables[1].out_features)
+        ):
+            return ()
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return tuple(dict.fromkeys(names[id(each)] for table in self.tables for each in table.parameters()))
+
+    def head_tp_group(self, context: Context) -> TPGroup | None:
+        """Return the TP group that has cut the head; None: this rank has all of it."""
+        cut = self.tables and len(self.tables[1].weight) != self.tables[1].out_features
+        return context.tp_group if cut else None
 
     def materialize(self, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
         """Give parameters on "meta" the values that `deferred` has, by canonical name; None: all of the module."""
@@ -217,6 +239,12 @@ class ModelAdapter:
 
         `given` is int64[tokens] for a part with the first layer, else hidden states [tokens, hidden].
         """
+        if part.has_embedding and self.tables:
+            with cut_embedding(self.tables[0], context):
+                return self._run(part, given, context)
+        return self._run(part, given, context)
+
+    def _run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
         whole, input_gradient = part.has_embedding and part.has_head, self._needs_input_gradient(context)
         if whole and not input_gradient:
             return self.hidden(given, context)
@@ -275,9 +303,51 @@ class ModelWithLoss(nn.Module):
         assert labels is not None  # rows of a part that ends are read with their labels
         weight = cast("torch.Tensor", adapter.head.weight)
         bias = cast("torch.Tensor | None", getattr(adapter.head, "bias", None))
-        measured = nullcontext() if context.times is None else context.times.loss(context.tokens)
-        with measured:
-            return summed_loss(states, weight, labels, bias=bias, **self._options, logits=adapter.logits)
+        tp_group = adapter.head_tp_group(context)  # whose ranks wait for each other in the loss
+        times = context.times if tp_group is None else None
+        with nullcontext() if times is None else times.loss(context.tokens):
+            options = {**self._options, "logits": adapter.logits, "tp_group": tp_group}
+            return summed_loss(states, weight, labels, bias=bias, **options)
+
+
+@contextmanager
+def cut_embedding(embedding: nn.Embedding, context: Context) -> Iterator[None]:
+    """Make an embedding of which this rank has a part look the tokens of its TP group up, in calls of one context.
+
+        token ids of a rank -> all-gather -> rows of its part, zero for other ids -> sum, own tokens
+
+    Of the summands of a token one is not zero, so the sum is exact. The embedding is called with this rank's ids, of
+    any shape; an id more than the context has tokens is for a model that cannot be called with none. A whole embedding
+    is left as it is. `models.loss` does the same for the head.
+    """
+    rows, group = len(embedding.weight), context.tp_group
+    if rows != embedding.num_embeddings:
+        check_weight_shard(embedding.weight, embedding.num_embeddings, context)
+    if group is None or rows == embedding.num_embeddings:
+        yield
+        return
+    first, padding, calls = group.index * rows, embedding.padding_idx, list[tuple[torch.Size, torch.Tensor]]()
+
+    def ask(_: nn.Module, args: tuple[Any, ...]) -> tuple[torch.Tensor]:
+        ids = all_gather_rows(args[0].flatten()[: context.tokens], context) - first
+        elsewhere = (ids < 0) | (ids >= rows)
+        calls.append((args[0].shape, elsewhere))
+        return (ids.masked_fill(elsewhere, 0),)
+
+    def answer(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        shape, elsewhere = calls.pop()
+        own = reduce_scatter_rows(output.masked_fill(elsewhere[:, None], 0), context)
+        more = own.new_zeros((shape.numel() - context.tokens, own.shape[1]))
+        return (torch.cat((own, more)) if len(more) else own).view(*shape, own.shape[1])
+
+    hooks = embedding.register_forward_pre_hook(ask), embedding.register_forward_hook(answer)
+    embedding.padding_idx = None if padding is None or not first <= padding < first + rows else padding - first
+    try:
+        yield
+    finally:
+        embedding.padding_idx = padding
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,8 @@ with the same experts, and gradients of an expert are those of all tokens that w
     expert degree 2         4 5 6 7     so do 4 and 6, 5 and 7
 
 Weights of layers that a TP group divides are cut in the same way (`params.tp_slices`): with tensor degree 2 ranks 0 and
-2 share the first half of every matrix. What is whole on all ranks of a TP group, such as norms, has its gradients
-summed there once per step. Embedding, final norm and head are sharded over the whole row.
+2 share the first half of every matrix, and of embedding and head, if the degree divides the vocabulary. What is whole
+on all ranks of a TP group, such as norms, has its gradients summed there once per step.
 
 Where the optimiser is offloaded, FSDP2 shards copies in the dtype that layers compute in. It would round gradients to
 that dtype too, so hooks of its reductions take the sums before (`WideGradients`).
@@ -143,13 +143,18 @@ class FSDPParameters(Parameters):
                 host |= self._to_host(named, param_dtype, self._tp_mesh[SHARD])
             of_layers |= {name for name, _ in named}
             fully_shard(layers, **options, mesh=self._tp_mesh[SHARD])
+        # parameters outside the layers: embedding, norm, head
+        tables = self._slices.keys() - of_layers
+        named = [(name, each) for name, each in adapter.module.named_parameters() if name in tables]
+        replace_parameters(adapter.module, slice_parameters(adapter, self._slices, dict(named)))
+        del named
         adapter.materialize()
+        root_mesh = self._tp_mesh if tables else self._mesh
         if offload_optimiser:
             others = [(name, each) for name, each in adapter.module.named_parameters() if name not in host]
-            host |= self._to_host(others, param_dtype, self._mesh[SHARD])
-        # parameters outside the layers: embedding, norm, head
+            host |= self._to_host(others, param_dtype, root_mesh[SHARD])
         whole = adapter.module if others_call else self._loss
-        self._root, self._run = fully_shard(whole, mesh=self._mesh[SHARD], mp_policy=policy), self._loss
+        self._root, self._run = fully_shard(whole, mesh=root_mesh[SHARD], mp_policy=policy), self._loss
         if others_call:
             setattr(whole, LOSS, self._loss.forward)
             register_fsdp_forward_method(whole, LOSS)
@@ -159,9 +164,10 @@ class FSDPParameters(Parameters):
         for module in self._sharded:
             _sum_all_gradients(module)
         self._shards = trained_parameters(adapter.module)  # while nothing is gathered
-        self._replicated = of_layers - self._slices.keys() if tensor > 1 else frozenset[str]()
-        # slices as shards of the whole weights, in the memory of those that FSDP2 has
         self._parameters = dict(adapter.module.named_parameters())
+        of_tp_mesh = self._parameters.keys() if tables else of_layers
+        self._replicated = frozenset(of_tp_mesh - self._slices.keys() if tensor > 1 else ())
+        # slices as shards of the whole weights, in the memory of those that FSDP2 has
         for name, own in self._slices.items():
             shard = self._parameters[name]
             whole = own.whole(local_tensor(shard.detach()), shapes[name], self._tp_mesh[TENSOR, SHARD])

@@ -222,7 +222,8 @@ class ReplicatedParameters(Parameters):
             for stage in pipeline.stages:
                 if rank in stage.ranks:
                     place, layers = stage.ranks.index(rank) % stage.tensor, self._adapter.layers[slice(*stage.layers)]
-                    slices |= tp_slices(self._adapter, layers, place, stage.tensor)
+                    tables = plan.sharding != Sharding.FREE
+                    slices |= tp_slices(self._adapter, layers, place, stage.tensor, tables=tables)
         if slices != self._slices:
             now = dict(self._adapter.module.named_parameters())
             new = {name: self._whole[name] for name in self._slices}

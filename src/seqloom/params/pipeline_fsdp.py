@@ -9,7 +9,7 @@ Once per step the ranks of a stage gather its parameters, unsharded gradients ad
 `reduce` sums them along a row, both beside the layers of other stages, and `finish_gradients` over the rows. A tied
 embedding is on the first and on the last stage: its gradients are summed over both, so both keep the same values.
 Experts that an EP group divides are cut by expert first, and weights that a TP group divides into slices, as
-`params.fsdp` says.
+`params.fsdp` says; the final norm is whole.
 
 torch's FSDP2 does not serve here: it reduces gradients in the hooks of a backward, but weight gradients of a split
 backward (W) come after the last one, when only private methods of FSDP2 could start the reduction.
@@ -168,7 +168,9 @@ class PipelineFSDP(Parameters):
         slices = tp_slices(adapter, adapter.layers, index, self._tensor)
         names = {id(parameter): name for name, parameter in adapter.module.named_parameters()}
         every = (names[id(each)] for layer in adapter.layers for each in layer.parameters())
-        return {name: (Kind.DIVIDED if name in slices else Kind.REPLICATED, slices.get(name)) for name in every}
+        cuts: dict[str, tuple[Kind, TPSlice | None]] = {name: (Kind.REPLICATED, None) for name in every}
+        cuts.update((name, (Kind.DIVIDED, own)) for name, own in slices.items())
+        return cuts
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
@@ -271,22 +273,25 @@ class PipelineFSDP(Parameters):
         """See `Parameters.full_gradients`; the first pp rank that holds a parameter broadcasts it."""
         for name, parameter in trained_parameters(self._adapter.module).items():
             held = self._sharded.get(name)
-            yield name, self._broadcast(name, parameter, None if held is None else held.sharded.grad)
+            shape = parameter.shape if held is None else held.sharded.shape
+            yield name, self._broadcast(name, shape, None if held is None else held.sharded.grad)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`; the first pp rank that holds a parameter broadcasts it."""
         for name, parameter in self._adapter.module.named_parameters():
             held = self._sharded.get(name)
-            yield name, self._broadcast(name, parameter, None if held is None else held.master_values(self._device))
+            shape = parameter.shape if held is None else held.sharded.shape
+            yield name, self._broadcast(name, shape, None if held is None else held.master_values(self._device))
 
     def shards(self) -> Iterator[tuple[str, ParameterShard]]:
         """See `Parameters.shards`; the first replica of the first pp rank that holds a parameter has them."""
         dtype = next(iter(self._sharded.values())).master.dtype
         for name, parameter in self._adapter.module.named_parameters():
-            if self._holders[name][0] != self._pp_rank:
-                yield name, ParameterShard(parameter.shape, dtype, (), None)
+            held = self._sharded.get(name)
+            if held is None or self._holders[name][0] != self._pp_rank:
+                shape = parameter.shape if held is None else held.sharded.shape
+                yield name, ParameterShard(shape, dtype, (), None)
                 continue
-            held = self._sharded[name]
             mesh = self._mesh if held.kind == Kind.WHOLE else self._divided_mesh
             sends = mesh[REPLICA].get_local_rank() == 0
             if held.kind == Kind.REPLICATED:
@@ -314,14 +319,14 @@ class PipelineFSDP(Parameters):
         for layers in tuple(self._unsharded):
             self.reshard(layers)
 
-    def _broadcast(self, name: str, like: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor:
+    def _broadcast(self, name: str, shape: torch.Size, held: torch.Tensor | None) -> torch.Tensor:
         """Return a parameter's unsharded tensor on all ranks, from the first pp rank that holds it."""
         source = self._holders[name][0]
         if source == self._pp_rank:
             full = full_tensor(cast("DTensor", held)).contiguous()
         else:
             dtype = next(iter(self._sharded.values())).master.dtype
-            full = torch.empty(like.shape, dtype=dtype, device=self._device)
+            full = torch.empty(shape, dtype=dtype, device=self._device)
         column = self._mesh[PP_RANK]
         if column.size() > 1:
             dist.broadcast(full, int(column.mesh[source]), group=column.get_group())

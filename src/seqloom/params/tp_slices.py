@@ -54,14 +54,21 @@ class TPSlice:
         return DTensor.from_local(shard, mesh, cuts, run_check=False, shape=shape, stride=strides)
 
 
-def tp_slices(adapter: ModelAdapter, layers: Iterable[nn.Module], index: int, degree: int) -> dict[str, TPSlice]:
-    """Return the slices of a rank with this index in its TP group, by canonical name, for weights of these layers."""
+def tp_slices(
+    adapter: ModelAdapter, layers: Iterable[nn.Module], index: int, degree: int, *, tables: bool = True
+) -> dict[str, TPSlice]:
+    """Return the slices of a rank with this index in its TP group, by canonical name, for weights of these layers.
+
+    With `tables` also those of embedding and head, if the degree divides the vocabulary.
+    """
     if degree == 1:
         return {}
     adapter.check_tp_degree(degree)
     names = {id(parameter): name for name, parameter in adapter.module.named_parameters()}
     found = (names[id(each)] for layer in layers for each in layer.parameters())
-    return {name: TPSlice(adapter.tp_axes[name], index, degree) for name in found if name in adapter.tp_axes}
+    axes = {name: adapter.tp_axes[name] for name in found if name in adapter.tp_axes}
+    axes |= dict.fromkeys(adapter.cut_tables(degree) if tables else (), ROWS)
+    return {name: TPSlice(axis, index, degree) for name, axis in axes.items()}
 
 
 def slice_parameters(

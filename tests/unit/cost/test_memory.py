@@ -124,23 +124,37 @@ def test_keys_of_a_document_in_pieces_are_those_of_a_ranks_heads():
     assert kept == {(2 * 2 * 1 * 128 * 1000 * 3, 4 * 2 * 1 * 128 * 1000 * 3)}
 
 
+@pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
-def test_other_shardings_split_what_they_shard(sharding):
+def test_other_shardings_split_what_they_shard(sharding, cut):
     """Each of two tensor ranks has half of the layers' matrices, and shards them with its peers in other groups.
 
-    Embedding, final norm and head are sharded over all ranks, like those of plans without tensor parallelism.
+    So with embedding and head if two divides the vocabulary, and the final norm beside them; otherwise these are
+    sharded over all ranks, like those of plans without tensor parallelism.
     """
-    split = cost_of(sharding=sharding).with_tensor(2)
-    layers, outside = 9 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024), 2 * TABLE + 1024
+    spec = replace(cost_of().model, vocabulary=32_000 + (not cut))
+    split = CostModel(cost_of().cluster, spec, sharding=sharding, tensor=2, budget_gib=60)
+    layer = (ATTENTION + FEED_FORWARD) // 2 + 2 * 1024
+    tables = 2 * spec.vocabulary * 1024 // (2 if cut else 1)
     groups, ranks = {"full": (4, 8), "hybrid": (2, 4), "none": (1, 1)}[sharding]
     policy = NONE if sharding == "none" else NONE._replace(reduce=Reduce.ROUND)
-    two = 2 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024)  # layers gathered at a time, with their gradients
-    gathered = 0 if sharding == "none" else 2 * (two + 2 * TABLE) + 4 * two
+    gathered = 0 if sharding == "none" else 2 * (2 * layer + tables) + 4 * 2 * layer  # two layers, and their gradients
     working = split.memory.working_bytes(LayerRange(0, 9, 9))
-    assert split.memory.fixed_bytes(policy) == 18 * (layers // groups + outside // ranks) + gathered + working
+    assert working - split.memory.working_bytes(LayerRange(0, 8, 9)) == 2048 * spec.vocabulary // (1 + cut) * 6
+    sharded = 9 * layer // groups + (tables + 1024) // (groups if cut else ranks)
+    assert split.memory.fixed_bytes(policy) == 18 * sharded + gathered + working
     assert split.shard_group_size == {"full": 8, "hybrid": 4, "none": 2}[sharding]
-    stage = split.memory.state_bytes(LayerRange(2, 5, 9), 1 if sharding == "none" else 4)
-    assert stage == 3 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) * (18 if sharding == "none" else 6 + 16 // 2)
+    shards = {"none": 1}.get(sharding, 4)
+    assert split.memory.state_bytes(LayerRange(2, 5, 9), shards) == 3 * layer * (18 if shards == 1 else 6 + 16 // 2)
+    last = split.memory.state_bytes(LayerRange(8, 9, 9), shards)
+    divided = layer + (tables // 2 + 1024 if cut else 0)
+    assert last == sum(
+        count * (18 if over == 1 else 6 + 16 // over)
+        for count, over in ((divided, max(1, shards // 2)), (layer + tables // 2 + 1024 - divided, shards))
+    )
+    held = [CostModel(cost_of().cluster, spec, sharding=each, tensor=2).memory for each in (sharding, "free")]
+    more = [each.activation_bytes(LayerRange(8, 9, 9), Checkpoint.NONE).forward for each in held]
+    assert more[0] - more[1] == 2 * 2 * 1024 * cut  # gradients of the hidden states of both ranks
 
 
 def test_layers_that_recompute_less_store_what_their_checkpoint_stores():

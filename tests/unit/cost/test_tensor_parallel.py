@@ -1,5 +1,6 @@
 """Tensor parallelism: exchanges and products by hand."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -42,6 +43,24 @@ def test_exchanges_by_hand(policy):
     assert found.ulysses == empty.ulysses == 0  # nothing beyond the tensor parallel group
     assert found.network == 0 and found.link == pytest.approx(calls * time, abs=1)
     assert found.stream_ns[0] == found.tensor + found.linear + found.head + found.attention + found.fixed
+
+
+@pytest.mark.parametrize("policy", [NONE, FULL])
+def test_an_embedding_and_a_head_that_are_cut_have_an_exchange_each(policy):
+    """As much as a gather and a sum of a layer, spread over the layers; a vocabulary that is not cut has none."""
+    cut, whole = (
+        CostModel(cost_of().cluster, replace(SPEC, vocabulary=32_000 + odd), sharding="full", tensor=4)
+        for odd in (0, 1)
+    )
+    calls = 9 * (6 if policy is FULL else 4)
+    for spans in ((), SPAN):
+        found, less = (
+            parts(cut, range(4), 4, spans=spans, policy=policy),
+            parts(whole, range(4), 4, spans=spans, policy=policy),
+        )
+        assert found.tensor / less.tensor == pytest.approx((calls + 2) / calls, rel=1e-6)
+    few = cut.engine.of_layers(SPEC.with_layers((0, 1, 2))).links
+    assert few.tensor_exchanges(policy.checkpoint) == pytest.approx((calls + 2) / 3)
 
 
 def test_products_and_attention_are_those_of_as_many_ranks():

@@ -15,7 +15,7 @@ from seqloom.dist import (
     reduce_scatter_rows,
     run_ranks,
 )
-from seqloom.dist.tensor_parallel import all_gather_columns, split_halves
+from seqloom.dist.tensor_parallel import all_gather_columns, split_parts
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
@@ -150,7 +150,7 @@ def test_a_team_meets_on_its_communicator_where_it_has_one(family, verbs):
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_columns_of_a_tp_group(degree):
-    """All columns of all ranks, and each rank's part of two halves; gradients go back, those of all ranks summed."""
+    """All columns of all ranks; gradients go back, those of all ranks summed."""
     work = work_of(Group(tuple(range(degree)), degree, 1, (Span(0, 0, 5), Span(1, 0, 2))))
     whole = torch.arange(7 * 6 * degree, dtype=torch.float64).view(7, -1).requires_grad_()
     weights = torch.randn(7, 6 * degree, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -162,10 +162,30 @@ def test_columns_of_a_tp_group(degree):
         assert torch.equal(every, whole)
         (found,) = torch.autograd.grad(every, mine, (k + 1) * weights)
         assert torch.allclose(found, sum(range(degree + 1)) * weights.chunk(degree, dim=1)[k], rtol=1e-12)
-        halves = split_halves(mine, tp_group)
-        wanted, seen = (torch.cat([half.chunk(degree, 1)[k] for half in x.chunk(2, 1)], 1) for x in (whole, weights))
-        assert torch.equal(halves, wanted)
-        assert torch.equal(torch.autograd.grad(halves, mine, seen)[0], weights.chunk(degree, dim=1)[k])
+
+    run_ranks(degree, body, strict=True)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("parts", [(3, 3), (4, 1, 1), (1, 5), (2,)])
+def test_columns_of_parts_in_a_row(degree, parts):
+    """Each rank's part of every part, such as its heads of queries, keys and values; gradients go back."""
+    work = work_of(Group(tuple(range(degree)), degree, 1, (Span(0, 0, 5), Span(1, 0, 2))))
+    widths = tuple(part * degree for part in parts)
+    whole = torch.arange(7.0 * sum(widths), dtype=torch.float64).view(7, -1)
+    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def body(transport):
+        tp_group = bind(work, transport, tensor=degree).tp_group
+        mine = whole.chunk(degree, dim=1)[tp_group.index].clone().requires_grad_()
+        found = split_parts(mine, widths, tp_group)
+        wanted, seen = (
+            torch.cat([part.chunk(degree, 1)[tp_group.index] for part in x.split(widths, 1)], 1)
+            for x in (whole, weights)
+        )
+        assert torch.equal(found, wanted)
+        gradient = weights.chunk(degree, dim=1)[tp_group.index]
+        assert torch.equal(torch.autograd.grad(found, mine, seen)[0], gradient)
 
     run_ranks(degree, body, strict=True)
 

@@ -7,6 +7,7 @@ import torch
 
 from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import bind, run_ranks
+from seqloom.dist.layer_times import LayerTimes
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import TransformerOptions
@@ -14,7 +15,7 @@ from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
-from seqloom.plan import Checkpoint, Group, StageMicroBatch
+from seqloom.plan import Checkpoint, Group, LayerRange, StageMicroBatch
 from support.steps import Found, Step, tiny_spec
 from support.tensor_parallel import slice_parameters, whole_gradients
 from support.transports import CountingTransport
@@ -23,9 +24,11 @@ torch.set_num_threads(1)
 LENGTHS = (21, 2, 9)
 SPANS = tuple(Span(document, 0, length) for document, length in enumerate(LENGTHS))
 GROUPED = Step(
-    LENGTHS, tiny_spec(heads=8, kv_heads=4, windows=(None, 5)), TransformerOptions(qk_norm=True, qkv_bias=True)
+    LENGTHS,
+    tiny_spec(heads=8, kv_heads=4, windows=(None, 5), vocabulary=24),
+    TransformerOptions(qk_norm=True, qkv_bias=True),
 )
-TIED = Step(LENGTHS, tiny_spec(heads=4, kv_heads=4, tied=True))
+TIED = Step(LENGTHS, tiny_spec(heads=4, kv_heads=4, tied=True, vocabulary=24))
 
 
 def one_group(tensor, ulysses=1, ring=1, spans=SPANS):
@@ -43,7 +46,7 @@ def in_tp_groups(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=Fals
         if backend:
             compile_layers(adapter.layers, backend=backend)
         recompute_layers(adapter.layers)
-        slice_parameters(adapter, tensor, transport.rank % tensor)
+        cuts = slice_parameters(adapter, tensor, transport.rank % tensor)
         kv_cache, losses = KVCache(), []
         for groups in rounds:
             options = {"pieces": pieces, "kv_cache": kv_cache, "tensor": tensor}
@@ -61,20 +64,20 @@ def in_tp_groups(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=Fals
             for number in range(len(losses)):
                 adapter.weight_gradients.run(number)
         kv_cache.check_empty()
-        return sum(loss.item() for loss in losses), {
-            name: each.grad for name, each in adapter.module.named_parameters()
-        }
+        found = {name: each.grad for name, each in adapter.module.named_parameters()}
+        return sum(loss.item() for loss in losses), found, cuts
 
     ranks = 1 + max(rank for groups in rounds for group in groups for rank in group.ranks)
     results = run_ranks(ranks, body, strict=True)
-    gradients = whole_gradients([share for _, share in results], step.model_adapter().tp_axes, tensor)
+    gradients = whole_gradients([share for _, share, _ in results], results[0][2], tensor)
     norm = torch.stack([each.norm() for each in gradients.values()]).norm()
-    return Found(sum(loss for loss, _ in results), norm.item(), gradients)
+    return Found(sum(loss for loss, _, _ in results), norm.item(), gradients)
 
 
 @pytest.mark.parametrize(("tensor", "ulysses", "ring"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)])
 def test_loss_and_gradients_are_those_of_one_process(tensor, ulysses, ring):
     step = TIED if tensor == 4 else GROUPED
+    assert len(step.model_adapter().cut_tables(tensor)) == 2 - step.spec.tied, "embedding and head are cut, too"
     found = in_tp_groups(step, tensor, [[one_group(tensor, ulysses, ring)]])
     assert found.worst(step.alone()) <= 1e-9
 
@@ -123,7 +126,10 @@ def test_compiled_layers_run_as_they_stand():
 
 
 def test_a_layer_gathers_twice_and_sums_twice_each_way():
-    """No message of a TP group but those: 2 regions, 2 ways, forward and backward, of its tokens' hidden states."""
+    """No message of a TP group but those: 2 regions, 2 ways, forward and backward, of its tokens' hidden states.
+
+    And 3 of the embedding (ids, sum, gradient), and 4 of the head (hidden states, labels, a chunk's sums, gradient).
+    """
 
     def body(transport):
         counting, adapter = CountingTransport(transport), GROUPED.model_adapter()
@@ -132,7 +138,24 @@ def test_a_layer_gathers_twice_and_sums_twice_each_way():
         ModelWithLoss(adapter)(*GROUPED.rows()(context), context).backward()
         return counting.traffic("exchange").calls
 
-    assert run_ranks(2, body, strict=True) == [2 * 2 * 2 * GROUPED.spec.layers] * 2
+    assert run_ranks(2, body, strict=True) == [2 * 2 * 2 * GROUPED.spec.layers + 3 + 4] * 2
+
+
+@pytest.mark.parametrize(("vocabulary", "measured"), [(23, sum(LENGTHS)), (24, 0)])
+def test_a_loss_in_which_ranks_wait_says_nothing_of_their_speed(vocabulary, measured):
+    step = replace(GROUPED, spec=replace(GROUPED.spec, vocabulary=vocabulary))
+
+    def body(transport):
+        adapter, times = step.model_adapter(), LayerTimes(torch.device("cpu"), complete=False)
+        slice_parameters(adapter, 2, transport.rank)
+        context = bind(StageMicroBatch((one_group(2),), Checkpoint.NONE), transport, tensor=2)
+        context.times = times
+        times.start()
+        ModelWithLoss(adapter)(*step.rows()(context), context)
+        times.stop()
+        return times.seconds().loss_tokens
+
+    assert sum(run_ranks(2, body, strict=True)) == measured
 
 
 @pytest.mark.parametrize(
@@ -167,7 +190,8 @@ def test_weights_that_are_not_the_members_share(sliced):
             slice_parameters(adapter, 2, transport.rank)
         group = one_group(1, 2)
         context = bind(StageMicroBatch((group,), Checkpoint.NONE), transport, tensor=1 if sliced else 2)
-        with pytest.raises(SeqloomError, match=r"\d+ of 32 rows of a weight in a TP group of \d.*sharding 'free'"):
-            adapter.hidden(GROUPED.rows()(context)[0], context)
+        layers = LayerRange(0, 2, 2)
+        with pytest.raises(SeqloomError, match=r"\d+ of (24|32) rows of a weight in a TP group of \d.*sharding 'free'"):
+            adapter.run(layers, GROUPED.rows()(context)[0], context)
 
     run_ranks(2, body, strict=True)

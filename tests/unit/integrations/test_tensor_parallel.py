@@ -21,7 +21,7 @@ from seqloom.models.layer_wrapper import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, LayerRange, StageMicroBatch
 from support.tensor_parallel import slice_parameters, whole_gradients
-from support.tiny_models import SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
+from support.tiny_models import FEW_EXPERTS, SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
 
 torch.set_num_threads(1)
 LENGTHS = (13, 1, 6)
@@ -47,10 +47,12 @@ def assert_same(
         if split:
             own = replace(own, weight_gradients=defer_weight_gradients(own.layers))
         recompute_layers(own.layers)
-        slice_parameters(own, tensor, transport.rank % tensor)
+        cuts = slice_parameters(own, tensor, transport.rank % tensor)
         before, kv_cache, losses = hooks(own.module), KVCache(), []
+        first = transport.rank - transport.rank % tensor
         for groups in rounds:
             options = {"pieces": pieces, "kv_cache": kv_cache, "tensor": tensor}
+            options["tp_ranks"] = tuple(range(first, first + tensor))
             context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
             own.prepare(context, torch.float64)
             none = [torch.empty(0, dtype=torch.int64)]
@@ -63,7 +65,7 @@ def assert_same(
         assert not split or own.layers[0].mlp.down_proj.weight.grad is None
         own.weight_gradients.run(0)
         assert hooks(own.module) == before, "what a layer put up it has taken away"
-        return own.tp_axes
+        return cuts
 
     cuts = run_ranks(ranks, body, strict=True)[0]
     found = whole_gradients([gradients(model) for model in models], cuts, tensor)
@@ -71,9 +73,22 @@ def assert_same(
         assert float((found[name] - wanted).norm()) <= tolerance * max(float(wanted.norm()), 1e-3), name
 
 
+@pytest.mark.parametrize("vocabulary", [29, 32])
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3", "qwen2-windows", "granite", "phi"])
-def test_gradients_are_those_of_plain_transformers(name):
-    assert_same(tiny_model(name), 2, 4, [[Group((0, 1, 2, 3), 4, 1, SPANS)]])
+def test_gradients_are_those_of_plain_transformers(name, vocabulary):
+    """Also of embedding and head that are cut by rows of the vocabulary, tied or with a bias."""
+    plain = tiny_model(name, vocab_size=vocabulary)
+    assert bool(model_adapter(attach(copy.deepcopy(plain))).cut_tables(2)) == (vocabulary == 32)
+    assert_same(plain, 2, 4, [[Group((0, 1, 2, 3), 4, 1, SPANS)]])
+
+
+@pytest.mark.parametrize("padding", [0, 17, 29])
+def test_an_embedding_with_a_padding_id_and_a_factor(padding):
+    """Gemma 2, tied, multiplies embeddings; the gradient of the padding id is that of the head alone."""
+    keys = {"head_dim": 4, "sliding_window": 4, "vocab_size": 32, "pad_token_id": padding}
+    plain = hf.Gemma2ForCausalLM(hf.Gemma2Config(**{**SIZES, **keys})).double().train()
+    assert plain.model.embed_tokens.padding_idx == padding
+    assert_same(plain, 2, 4, [[Group((0, 1), 2, 1, SPANS[:2])], [Group((2, 3), 2, 1, SPANS[2:])]], tolerance=1e-6)
 
 
 def test_fused_projections_and_both_parts_beside_each_other():
@@ -108,6 +123,37 @@ def test_norms_over_all_heads_and_halves_in_one_projection(family, ranks):
     assert_same(plain, ranks, ranks, rounds, Checkpoint.FULL, split=family == "Olmo2")
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_queries_keys_and_values_in_one_projection(ranks):
+    """Phi 3, whose code tells them apart by numbers of heads; those of the model are as before after the call."""
+    keys = {"num_key_value_heads": ranks, "sliding_window": 5, "pad_token_id": 0, "eos_token_id": 0}
+    plain = randomised(hf.Phi3ForCausalLM(hf.Phi3Config(**{**SIZES, **WIDE, **keys})), 0).double().train()
+    groups = [Group(tuple(range(ranks)), ranks, 1, (span,)) for span in SPANS]
+    assert_same(plain, ranks, ranks, [[each] for each in groups], Checkpoint.SELECTIVE, split=True)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL])
+def test_whole_experts_on_each_rank(name, checkpoint):
+    """Qwen 2 has dense layers, and a gated shared expert of which its plan is silent. A token alone, then the rest."""
+    rounds = [[Group((0, 1, 2, 3), 4, 1, SPANS[1:2])], [Group((0, 1, 2, 3), 2, 2, SPANS[:1] + SPANS[2:])]]
+    plain = tiny_model(name)
+    assert_same(plain, 2, 4, rounds, checkpoint)
+    own = model_adapter(attach(plain))
+    assert own.tp_divisors["experts"] == 4
+    assert {own.tp_axes[each] for each in own.expert_parameters} == {0}
+
+
+def test_experts_beside_shared_ones_that_are_cut():
+    """GLM-4 MoE: a shared expert is a region of its own. A document in pieces, in two stages. It scores in float32."""
+    keys = {**FEW_EXPERTS, "head_dim": 4, "n_group": 1, "eos_token_id": 0, "num_hidden_layers": 2}
+    plain = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**{**SIZES, **keys}))
+    plain.set_experts_implementation("eager")
+    pieces = (Span(0, 0, 6), Span(0, 6, 13))
+    rounds = [[Group((0, 1), 2, 1, pieces[:1])], [Group((0, 1), 2, 1, (pieces[1], *SPANS[1:]))]]
+    assert_same(randomised(plain, 0).double().train(), 2, 2, rounds, pieces={0: pieces}, stages=True, tolerance=1e-6)
+
+
 @pytest.mark.parametrize("checkpoint", [Checkpoint.SELECTIVE, Checkpoint.FULL])
 def test_with_a_ring_and_whatever_is_kept_or_put_off(checkpoint):
     groups = [Group((0, 1), 2, 1, SPANS[1:2]), Group((2, 3), 2, 1, SPANS[2:])]
@@ -115,19 +161,28 @@ def test_with_a_ring_and_whatever_is_kept_or_put_off(checkpoint):
     assert_same(tiny_model("llama", attention_bias=True, mlp_bias=True), 2, 4, rounds, checkpoint, split=True)
 
 
-def test_a_tp_group_without_tokens_or_without_a_group():
+@pytest.mark.parametrize("name", ["llama", "mixtral", "olmo2", "phi3"])
+def test_a_tp_group_without_tokens_or_without_a_group(name):
+    """Nothing of a norm over all heads either, of experts, or of columns that are exchanged."""
     rounds = [
         [Group((0, 1, 2, 3), 4, 1, SPANS[1:2])],
         [Group((0, 1), 2, 1, SPANS[:1])],
         [Group((2, 3), 2, 1, SPANS[2:])],
     ]
-    assert_same(tiny_model("llama"), 2, 4, rounds, Checkpoint.SELECTIVE)
+    families = {"olmo2": (hf.Olmo2Config, hf.Olmo2ForCausalLM), "phi3": (hf.Phi3Config, hf.Phi3ForCausalLM)}
+    if name in families:
+        config, model = families[name]
+        plain = randomised(model(config(**SIZES, pad_token_id=0, eos_token_id=0)), 0).double().train()
+    else:
+        plain = tiny_model(name)
+    assert_same(plain, 2, 4, rounds, Checkpoint.SELECTIVE, tolerance=1e-6 if name == "olmo2" else 1e-9)
 
 
 def test_four_members_two_stages_and_a_document_in_pieces():
     pieces = (Span(0, 0, 6), Span(0, 6, 13))
     rounds = [[Group((0, 1, 2, 3), 4, 1, pieces[:1])], [Group((0, 1, 2, 3), 4, 1, (pieces[1], *SPANS[1:]))]]
-    assert_same(tiny_model("mistral", **WIDE), 4, 4, rounds, pieces={0: pieces}, stages=True)
+    plain = tiny_model("mistral", **WIDE, vocab_size=32)
+    assert_same(plain, 4, 4, rounds, pieces={0: pieces}, stages=True)
 
 
 def test_norms_around_both_parts():
@@ -140,8 +195,8 @@ def test_norms_around_both_parts():
 @pytest.mark.parametrize(
     ("family", "keys", "words"),
     [
-        ("Mixtral", {"num_local_experts": 4, "router_aux_loss_coef": 0.0}, r"'packed_colwise' of .*experts"),
-        ("Phi3", {"pad_token_id": 0}, r"'colwise_gather_output' of self_attn.qkv_proj, which is neither"),
+        ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, r"silent of attention, self_attn"),
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}, r"no tensor-parallel plan"),
         ("Cohere", {"use_qk_norm": True, "logit_scale": 1.0, "eos_token_id": 0}, r"silent of self_attn.q_norm.weight"),
         ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}, r"no tensor-parallel plan"),
     ],
@@ -156,11 +211,10 @@ def test_models_that_cannot_be_cut(family, keys, words):
 
 
 def test_a_decoder_whose_hidden_states_depend_on_positions():
-    """Its plan could be followed, but it adds a table of positions to what its layers are given."""
-    keys = {"n_embd": 16, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=29, n_positions=64, bos_token_id=0, eos_token_id=0, **keys))
-    own = attach(model)
-    own._tp_plan = {"transformer.h.*.mlp": "replicated_with_grad_allreduce"}
+    """OPT, with a plan that could be followed, adds a table of positions to what its layers are given."""
+    own = attach(hf.OPTForCausalLM(hf.OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)))
+    styles = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
+    own._tp_plan = {f"model.decoder.layers.*.self_attn.{name}": style for name, style in styles.items()}
     assert "its forward cannot be traced" in model_adapter(own).no_tp_reason
 
 

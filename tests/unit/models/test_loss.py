@@ -9,8 +9,19 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from seqloom.dist import bind_single_rank, run_ranks
+from seqloom.dist.tensor_parallel import TPGroup
 from seqloom.errors import SeqloomError
-from seqloom.models.loss import IGNORED, HeadGradients, Logits, summed_loss, token_losses, valid_tokens
+from seqloom.models.loss import (
+    IGNORED,
+    PRODUCTS,
+    HeadGradients,
+    Logits,
+    summed_loss,
+    token_losses,
+    token_statistics,
+    valid_tokens,
+)
 
 torch.set_num_threads(1)
 
@@ -222,3 +233,48 @@ def test_weighted_tokens_and_the_losses_of_tokens():
     assert relative(hidden.grad, exact[0].grad) < 1e-13 and relative(weight.grad, exact[1].grad) < 1e-13
     losses = token_losses(hidden, weight, labels, chunk=7, logits=logits)
     assert not losses.requires_grad and relative(losses, each) < 1e-13 and not losses[labels == IGNORED].any()
+
+
+# ---- A vocabulary that a TP group cuts
+
+
+@pytest.mark.parametrize(("tensor", "counts"), [(2, (5, 32)), (2, (0, 9)), (4, (9, 9, 3, 8)), (4, (0, 0, 0, 0))])
+@pytest.mark.parametrize("sorted_rows", [True, False])
+@pytest.mark.parametrize("logits", [PRODUCTS, Logits(0.7, 3.0)])
+def test_a_cut_vocabulary_has_the_losses_and_gradients_of_a_whole_one(tensor, counts, sorted_rows, logits):
+    """Every rank counts its own tokens; biases, caps, weights of tokens, two rounds that wait for one backward."""
+    tokens, vocabulary = sum(counts), 20
+    hidden, weight, labels = inputs(max(tokens, 1), vocabulary)
+    hidden, labels = hidden.detach()[:tokens].requires_grad_(), labels[:tokens]
+    bias = torch.linspace(-1, 1, vocabulary, dtype=torch.float64).requires_grad_()
+    factors = torch.linspace(0.5, 2, tokens, dtype=torch.float64)
+    options = {"chunk": 7, "logits": logits}
+    whole = summed_loss(hidden, weight, labels, bias=bias, token_weights=factors, **options)
+    (2 * whole / 11).backward()
+    each = token_losses(hidden.detach(), weight.detach(), labels, bias=bias.detach(), **options)
+    statistics = token_statistics(hidden.detach(), weight.detach(), labels, bias=bias.detach(), **options)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)) if sorted_rows else None
+    inverse = None if order is None else torch.argsort(order)
+
+    def body(transport):
+        context = bind_single_rank(())
+        context.transport = transport
+        rank = transport.rank
+        group = TPGroup(tuple(range(tensor)), rank, counts, order, inverse, False, context)
+        rows, part = slice(sum(counts[:rank]), sum(counts[: rank + 1])), slice(rank * 20 // tensor, None)
+        part = slice(part.start, part.start + 20 // tensor)
+        own = [x.detach()[cut].clone().requires_grad_() for x, cut in ((hidden, rows), (weight, part), (bias, part))]
+        given, sums = {"bias": own[2], "tp_group": group, **options}, HeadGradients()
+        losses = [
+            summed_loss(own[0], own[1], labels[rows], token_weights=factors[rows], head_gradients=sums, **given)
+            for _ in range(2)
+        ]
+        (sum(losses) / 11).backward()
+        found = (losses[0].detach(), *(x.grad for x in own))
+        return (*found, *(of(own[0], own[1], labels[rows], **given) for of in (token_losses, token_statistics)))
+
+    loss, dhidden, dweight, dbias, own_each, own_statistics = zip(*run_ranks(tensor, body, strict=True), strict=True)
+    pairs = [(sum(loss), whole), (torch.cat(dhidden), hidden.grad), (torch.cat(dweight), weight.grad)]
+    pairs += [(torch.cat(dbias), bias.grad), (torch.cat(own_each), each), (torch.cat(own_statistics), statistics)]
+    for found, wanted in pairs:
+        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)

@@ -237,10 +237,14 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
             raise NoTensorParallel("its layers have dropout, of which tensor ranks would have to know their part")
         if any(is_mixer(module) for module in causal.modules()):
             raise NoTensorParallel("its layers have mixers that scan, whose weights are not cut")
-        regions, tp_axes, tp_divisors = tensor_plan(model, causal, layers, specs)
+        experts = dict(attached_experts(causal, NAME))
+        regions, tp_axes, tp_divisors = tensor_plan(model, causal, layers, specs, experts)
         check_positions(decoder, embedding, layers)
         tp_layers(layers, regions)
         options |= {"tp_axes": tp_axes, "tp_divisors": tp_divisors, "no_tp_reason": ""}
+        tables = (embedding, output_head(causal))
+        if isinstance(embedding, nn.Embedding) and isinstance(tables[1], nn.Linear):  # and neither wrapped by peft
+            options["tables"] = tables
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
     options |= {"logits": logits_of(causal), "router_loss": router_loss_of(causal)}

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from torch import nn
 
 from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
 from seqloom.dist.rank_tokens import TokenRedistribute, redistribute_tokens
-from seqloom.dist.tensor_parallel import TPGroup, all_gather_columns, split_halves
+from seqloom.dist.tensor_parallel import TPGroup, all_gather_columns, split_parts
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
 from seqloom.integrations.transformers.tensor_parallel import Region
@@ -176,8 +177,12 @@ def _tp_hooks(regions: tuple[Region, ...], layer: nn.Module, context: Context) -
         return None
     hooks, inside = ExitStack(), attention_context(context)
     for region in regions:
-        before = partial(_gather_input, region, context, inside)
         part = layer.get_submodule(region.name)
+        if region.experts:
+            hooks.callback(part.register_forward_pre_hook(partial(_gather_tokens, context), with_kwargs=True).remove)
+            hooks.callback(part.register_forward_hook(partial(_sum_output, context, inside, None)).remove)
+            continue
+        before = partial(_gather_input, region, context, inside)
         hooks.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
         for path in region.rowwise:
             last = layer.get_submodule(path)
@@ -185,9 +190,11 @@ def _tp_hooks(regions: tuple[Region, ...], layer: nn.Module, context: Context) -
             hooks.callback(last._parameters.__setitem__, "bias", bias)
             after = partial(_sum_output, context, inside, bias)
             hooks.callback(last.register_forward_hook(after).remove)
-        for path in region.fused:
-            after = partial(_split_halves, context.tp_group, inside)
+        for path, widths in region.fused:
+            after = partial(_split_parts, context.tp_group, inside, widths)
             hooks.callback(layer.get_submodule(path).register_forward_hook(after).remove)
+        if region.counts_heads:
+            hooks.enter_context(_own_heads(part, len(context.tp_group.ranks)))
         for path in region.norms:
             norm = layer.get_submodule(path)
             hooks.callback(norm.register_forward_pre_hook(partial(_gather_columns, context.tp_group, inside)).remove)
@@ -215,6 +222,18 @@ def _gather_input(
     )
 
 
+def _gather_tokens(context: Context, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    """Gather what experts are given of every token over the TP group: hidden state, experts chosen, and weights."""
+
+    def gathered(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        rows = _token_rows(value, context.tokens, "experts", NO_TENSOR)
+        return _shaped_like(value, all_gather_rows(rows, context))
+
+    return _replace(args, options, gathered)
+
+
 def _sum_output(
     context: Context, inside: Context, bias: nn.Parameter | None, _: nn.Module, __: Any, output: torch.Tensor
 ) -> torch.Tensor:
@@ -224,10 +243,25 @@ def _sum_output(
     return own if bias is None else own + bias
 
 
-def _split_halves(tp_group: TPGroup, inside: Context, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-    """Exchange the columns of a fused projection for this rank's of either half."""
+def _split_parts(
+    tp_group: TPGroup, inside: Context, widths: tuple[int, ...], _: nn.Module, __: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """Exchange the columns of a fused projection for this rank's of every part."""
     rows = _token_rows(output, inside.tokens, "a fused projection", NO_TENSOR)
-    return _shaped_like(output, split_halves(rows, tp_group))
+    return _shaped_like(output, split_parts(rows, widths, tp_group))
+
+
+@contextmanager
+def _own_heads(attention: Any, degree: int) -> Iterator[None]:
+    """Make attention that counts its heads, to tell queries, keys and values apart, count this rank's."""
+    whole = attention.config, attention.num_key_value_heads
+    attention.config = copy(attention.config)
+    attention.config.num_attention_heads //= degree
+    attention.num_key_value_heads //= degree
+    try:
+        yield
+    finally:
+        attention.config, attention.num_key_value_heads = whole
 
 
 def _gather_columns(

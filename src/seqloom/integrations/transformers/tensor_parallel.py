@@ -5,8 +5,13 @@
     model.layers.*.self_attn.sinks: colwise       cut the numbers of heads                   -> axis 0
     model.layers.*.self_attn.q_norm: replicated.. whole; the group sums gradients in any case
     model.layers.*.mlp.gate_up_proj: colwise_gather_output   cut rows, whose results are exchanged for a part of each
-                                                             half; or columns of which a norm over all heads comes next
+                                                             half, or of queries, keys and values in one projection;
+                                                             or columns of which a norm over all heads comes next
     model.layers.*.mlp.down_proj: rowwise_split_input        cut columns, of what the former leave
+    model.layers.*.mlp.experts: whatever                     whole experts, whose results the group sums
+
+Experts are known by how they compute (`experts`), not by what a plan says of them; a router, and a shared expert of
+which a plan is silent, are whole and see the tokens of their rank.
 
 Outside of layers (embedding, head) weights stay whole, whatever the plan says. A plan that says anything else of a
 layer is not followed: `NoTensorParallel` says why, and nothing is guessed. `layers` runs what is cut.
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -26,8 +31,9 @@ from seqloom.plan.parameter_layout import COLUMNS, ROWS
 
 GATHERED = "colwise_gather_output"
 AXES = {"colwise": ROWS, "rowwise": COLUMNS, GATHERED: ROWS, "rowwise_split_input": COLUMNS}
-FUSED = "gate_up_proj"
-"""Linear layer of a gate and what it is multiplied with, in a row, as transformers' models name it."""
+GATE_UP, QKV = "gate_up_proj", "qkv_proj"
+"""Linear layers of several parts in a row, as transformers' models name them: a gate and what it is multiplied with;
+queries, keys and values."""
 WHOLE = "replicated_with_grad_allreduce"
 
 
@@ -41,17 +47,28 @@ class Region(NamedTuple):
     name: str
     colwise: tuple[str, ...]  # its linear layers whose rows are cut
     rowwise: tuple[str, ...]  # those whose columns are cut: the group sums what they return
-    fused: tuple[str, ...] = ()  # of the former ones, those that have two halves
+    fused: tuple[tuple[str, tuple[int, ...]], ...] = ()  # linear layers whose rows are cut, and widths of their parts
     norms: tuple[str, ...] = ()  # that are over all columns of a linear layer whose rows are cut
+    experts: bool = False  # a module of experts: ranks have whole ones, and no linear layer is cut
+
+    @property
+    def counts_heads(self) -> bool:
+        """Whether its code tells queries, keys and values apart by numbers of heads."""
+        return any(path.endswith(QKV) for path, _ in self.fused)
 
 
 def tensor_plan(
-    model: nn.Module, causal: Any, layers: Sequence[nn.Module], specs: Sequence[AttentionSpec]
+    model: nn.Module,
+    causal: Any,
+    layers: Sequence[nn.Module],
+    specs: Sequence[AttentionSpec],
+    experts: Mapping[nn.Module, int],
 ) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int], dict[str, int]]:
     """Read the plan of a model; `NoTensorParallel` where it has none, or one that cannot be followed here.
 
     Returns the regions of every layer, the axis of every parameter that is cut by its name in `model`, and the numbers
-    that a tensor degree must divide. `causal` is the model of transformers in `model`.
+    that a tensor degree must divide. `causal` is the model of transformers in `model`, `experts` its modules of experts
+    that compute with ours, and how many each has.
     """
     names = {module: name for name, module in causal.named_modules()}
     if any(hasattr(module, "kv_lora_rank") for module in causal.modules()):
@@ -59,31 +76,51 @@ def tensor_plan(
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
     parts = (*causal.named_modules(), *causal.named_parameters())
     of_layers = tuple(_pattern(names[layer]) + "." for layer in layers)
+    of_experts = tuple(_pattern(names[module]) for module in experts)
     there = {pattern for name, _ in parts if (pattern := _pattern(name)).startswith(of_layers)}
-    _check_styles({key: style for key, style in plan.items() if key in there})  # others are of layers of another kind
+    plan = {key: style for key, style in plan.items() if key in there}  # others are of layers of another kind
+    if not plan:
+        raise NoTensorParallel("it publishes no tensor-parallel plan for its layers (_tp_plan)")
+    followed = {key: style for key, style in plan.items() if not key.startswith(of_experts)}
+    _check_styles(followed)
     parameter_names = {parameter: name for name, parameter in model.named_parameters()}
     regions, tp_axes = [], {}
     for layer in layers:
         axes = {}
         for path, module in layer.named_modules():
-            style = plan.get(_pattern(f"{names[layer]}.{path}")) if path else None
+            style = followed.get(_pattern(f"{names[layer]}.{path}")) if path else None
             if style not in AXES:
                 continue
             if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():  # an adapter, or quantised
                 kind = f"{type(module).__module__}.{type(module).__name__}"
                 raise NoTensorParallel(f"{path} is a {kind}, and only plain linear layers are cut")
             axes[path] = AXES[style]
-        gathered = [path for path in axes if plan[_pattern(f"{names[layer]}.{path}")] == GATHERED]
-        regions.append(tuple(_with_gathered(layer, each, gathered, specs) for each in _regions(axes)))
-        _check_unlisted(layer, regions[-1], plan, names[layer], {spec.dim for spec in specs})
+        gathered = [path for path in axes if followed[_pattern(f"{names[layer]}.{path}")] == GATHERED]
+        own = tuple(_with_gathered(layer, each, gathered, specs) for each in _regions(axes))
+        _check_unlisted(layer, own, followed, names[layer], {spec.dim for spec in specs})
+        _check_attention(layer, own)
         for path, parameter in layer.named_parameters():
-            if path.endswith(".sinks") and plan.get(_pattern(f"{names[layer]}.{path}")) == "colwise":
+            if path.endswith(".sinks") and followed.get(_pattern(f"{names[layer]}.{path}")) == "colwise":
                 tp_axes[parameter_names[parameter]] = ROWS
         for path, axis in axes.items():
             for name, parameter in layer.get_submodule(path).named_parameters():
                 if name == "weight" or axis == ROWS:  # a bias that is added to a sum is whole
                     tp_axes[parameter_names[parameter]] = axis
-    return tuple(regions), tp_axes, _divisors(layers, regions, specs)
+        of_layer = {path: module for path, module in layer.named_modules() if module in experts}
+        for path, module in of_layer.items():
+            weights = _expert_weights(path, module, experts[module])
+            tp_axes |= dict.fromkeys((parameter_names[each] for each in weights), ROWS)
+        regions.append((*own, *(Region(path, (), (), experts=True) for path in of_layer)))
+    divisors = _divisors(layers, regions, specs)
+    return tuple(regions), tp_axes, divisors | ({"experts": math.gcd(*experts.values())} if experts else {})
+
+
+def _expert_weights(path: str, module: nn.Module, count: int) -> list[nn.Parameter]:
+    """Return the parameters of a module of experts that have a row for each of them."""
+    found = [each for each in module.parameters() if each.ndim > 1 and len(each) == count]
+    if "base_layer" in path.split(".") or not all(each.is_floating_point() for each in found):
+        raise NoTensorParallel(f"{path} has adapters, or is quantised, and only plain experts are divided")
+    return found
 
 
 def _pattern(name: str) -> str:
@@ -92,8 +129,6 @@ def _pattern(name: str) -> str:
 
 
 def _check_styles(plan: dict[str, str]) -> None:
-    if not plan:
-        raise NoTensorParallel("it publishes no tensor-parallel plan for its layers (_tp_plan)")
     for key, style in plan.items():
         if style not in AXES and style != WHOLE:
             raise NoTensorParallel(
@@ -114,7 +149,7 @@ def _regions(axes: dict[str, int]) -> Iterator[Region]:
 
 
 def _with_gathered(layer: nn.Module, region: Region, gathered: Sequence[str], specs: Sequence[AttentionSpec]) -> Region:
-    """Find the halves and the norms of a region for which its plan gathers the results of linear layers.
+    """Find the parts and the norms of a region for which its plan gathers the results of linear layers.
 
     Projections of queries, keys or values alone are cut by heads, and gathered only for their norms.
     """
@@ -122,12 +157,16 @@ def _with_gathered(layer: nn.Module, region: Region, gathered: Sequence[str], sp
     heads = {count * spec.dim for spec in specs for count in (spec.heads, spec.kv_heads)}
     widths = {path: cast("nn.Linear", layer.get_submodule(path)).out_features for path in own}
     inner = {cast("nn.Linear", layer.get_submodule(path)).in_features for path in region.rowwise}
-    fused = tuple(path for path in own if path.endswith(FUSED) and {widths[path]} == {2 * width for width in inner})
+    qkv = [(spec.heads * spec.dim, *[spec.kv_heads * spec.dim] * 2) for spec in specs]
+    kinds = {GATE_UP: [(width, width) for width in inner], QKV: qkv}
+    fused = {
+        path: parts for path in own for parts in kinds.get(path.rpartition(".")[2], ()) if sum(parts) == widths[path]
+    }
     unknown = [path for path in own if path not in fused and widths[path] not in heads]
     if unknown:
         raise NoTensorParallel(
             f"its tensor-parallel plan says {GATHERED!r} of {unknown[0]}, which is neither a projection to heads nor "
-            f"a {FUSED} of two halves"
+            f"a {GATE_UP} of two halves or a {QKV} of queries, keys and values"
         )
     whole = {width for path, width in widths.items() if path not in fused}
     norms = (
@@ -135,7 +174,7 @@ def _with_gathered(layer: nn.Module, region: Region, gathered: Sequence[str], sp
         for name, part in layer.get_submodule(region.name).named_modules()
         if name.endswith("norm") and [tuple(each.shape) for each in part.parameters()] in [[(each,)] for each in whole]
     )
-    return region._replace(fused=fused, norms=tuple(norms))
+    return region._replace(fused=tuple(fused.items()), norms=tuple(norms))
 
 
 def _check_unlisted(
@@ -152,6 +191,13 @@ def _check_unlisted(
                 )
 
 
+def _check_attention(layer: nn.Module, regions: Sequence[Region]) -> None:
+    """Refuse attention that is in no region: it would see the tokens of its rank, and positions of all."""
+    for path, module in layer.named_modules():
+        if hasattr(module, "scaling") and not any(f"{path}.".startswith(f"{each.name}.") for each in regions):
+            raise NoTensorParallel(f"its tensor-parallel plan is silent of attention, {path}")
+
+
 def _divisors(
     layers: Sequence[nn.Module], regions: Sequence[Sequence[Region]], specs: Sequence[AttentionSpec]
 ) -> dict[str, int]:
@@ -161,7 +207,7 @@ def _divisors(
     counts = {"heads": [spec.heads for spec in specs], "kv heads": [spec.kv_heads for spec in specs]}
     of_heads = {spec.heads * spec.dim for spec in specs}
     for layer, own in zip(layers, regions, strict=True):
-        for region in own:
+        for region in (each for each in own if not each.experts):
             widths = [cast("nn.Linear", layer.get_submodule(path)).in_features for path in region.rowwise]
             attends = any(hasattr(part, "scaling") for part in layer.get_submodule(region.name).modules())
             if attends and not of_heads.issuperset(widths):
