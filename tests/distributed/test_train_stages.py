@@ -86,6 +86,7 @@ def test_a_pipeline_trains_the_same_model(place, whole, piped):
     ("begun", "settings"),
     [
         pytest.param("piped", ("pipeline.stages=2", "pipeline.chunks=2"), id="fewer stages"),
+        pytest.param("piped", ("pipeline.stages=2", "pipeline.chunks=auto"), id="chosen", marks=pytest.mark.slow),
         pytest.param("piped", ("plan.planner=static",), id="none", marks=pytest.mark.slow),
         pytest.param("whole", ("pipeline.stages=2", "plan.sharding=none"), id="from none", marks=pytest.mark.slow),
     ],

@@ -322,8 +322,8 @@ class Pipelining:
 
     stages: Annotated[int, Strict()] | str = 1
     """Groups of ranks that follow each other, for the whole run; 1: no pipeline; auto: the fastest for the data."""
-    chunks: Positive = 1
-    """Stages of the model that each of them holds."""
+    chunks: Positive | Literal["auto"] = 1
+    """Stages of the model that each of them holds, for the whole run; auto: the fastest for the data."""
     schedule: str = "auto"
     """Order of forwards and backwards: a name of `seqloom schedule`; auto: the fastest for every step."""
     head: Literal["last", "all", "auto"] = "auto"
