@@ -443,7 +443,13 @@ class RunPlanners:
             except SeqloomError:  # only several stages hold the longest document
                 return cls((), planner, planner, tuple(strategies))
             return cls((), planner, static, tuple(strategies))
-        everyone = Stage(tuple(range(cost.ranks)), (0, cost.model.layers), *cost.degrees)
+        everyone, longest = (
+            Stage(tuple(range(cost.ranks)), (0, cost.model.layers), *cost.degrees),
+            [cost.max_length or 1],
+        )
+        whole = cost.holding(longest).holds(longest)
+        if not whole and config.plan.planner in ("auto", "pieces"):  # only pieces of the longest document fit
+            return cls((everyone,), planner, PlannerChoice("pieces"))
         return cls((everyone,), planner, static)
 
     @classmethod

@@ -633,8 +633,7 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
     if cost.speeds and (len(stages) > 1 or unshard_times_by_stage(cost, plan.pipelines[0])):
         return None
     if len(stages) == 1 and not unshard_times_by_stage(cost, plan.pipelines[0]):
-        spans = sum(len(group.spans) for entry in plan.pipelines[0].rounds for group in entry.groups)
-        if spans > len(plan.documents):
+        if plan.has_pieces:
             return None
         own = cost.for_stage(stages[0])
         offloads = any(work.offload for entry in plan.pipelines[0].rounds for work in entry.by_stage)
