@@ -411,8 +411,18 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize("reduce", Reduce)
-@pytest.mark.parametrize("sharding", Sharding)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("sharding", "reduce"),
+    [
+        (Sharding.FULL, Reduce.ROUND),
+        (Sharding.HYBRID, Reduce.STEP),
+        *(pytest.param(each, Reduce.STEP, marks=SLOW) for each in (Sharding.FULL, Sharding.NONE, Sharding.FREE)),
+        *(pytest.param(each, Reduce.ROUND, marks=SLOW) for each in (Sharding.HYBRID, Sharding.NONE, Sharding.FREE)),
+    ],
+)
 def test_pieces_of_a_document_on_one_stage_equal_one_process(gloo_pool, sharding, reduce):
     """Forward piece after piece, then backward from the last; all but the last are run forward once more."""
     kinds = (Checkpoint.STAGE, Checkpoint.STAGE, Checkpoint.NONE, Checkpoint.FULL)
