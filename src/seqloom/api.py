@@ -263,7 +263,7 @@ def plan(
 
     Args:
         lengths: tokens of every sequence of the batch; a sequence's id in the plan is its index here.
-        planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``,
+        planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``, ``pieces``,
             ``pipeline`` (``pipeline:4`` has 4 stages), ``hydraulis`` (sharding free), ``exact`` or ``auto``, the best
             of all without stages; under sharding free, of strategies too.
         offload_optimiser: whether the optimiser is in host memory; "auto": if nothing else holds the batch.

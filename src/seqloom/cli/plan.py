@@ -31,9 +31,9 @@ DEFAULT_SIZE = 512
 Planner = Annotated[
     str,
     Option(
-        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), hydraulis "
-        "(sharding free), exact, auto; hbp: all sequences are made into steps. `seqloom list planners` names all, the "
-        "published rivals among them."
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pieces, pipeline:4 (4 stages), "
+        "hydraulis (sharding free), exact, auto; hbp: all sequences are made into steps. `seqloom list planners` names "
+        "all, the published rivals among them."
     ),
 ]
 Tokens = Annotated[int | None, Option(help="Instead: as many whole sequences as fit in this many tokens.")]

@@ -280,7 +280,7 @@ class Planning:
     """Which planner, for which machine, and within what memory."""
 
     planner: str = "auto"
-    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, exact, hydraulis or auto."""
+    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, pieces, exact, hydraulis or auto."""
     cluster: str = "auto"
     """A preset, a spelling such as 2x8xH200, or a file; auto: the machine that the processes run on."""
     profile: str | None = None

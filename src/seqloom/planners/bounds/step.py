@@ -68,7 +68,7 @@ MAX_MIXED_ROUNDS = 12
 
 
 def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
-    """A time in ns, with the step's overhead, that no plan of one stage for these documents beats.
+    """A time in ns, with the step's overhead, that no plan of one stage and whole documents beats.
 
     Plans that offload activations count where nothing else holds the documents, see `CostModel.holding`. SeqloomError
     if no plan can hold them.

@@ -126,6 +126,11 @@ def plan_pipeline(
         given = {"stages": stages, "pieces": pieces, "schedule": schedule, "layers": layers, "head": head}
         counts = chunk_counts(cost, stages, schedule)
         return _fastest_plan([partial(plan_pipeline, array, cost, chunks=n, **given) for n in counts], cost)
+    if stages == 1:
+        raise SeqloomError(
+            "a pipeline of 1 stage: all ranks have all layers, and nothing flows; give 2 stages or more, or take "
+            "planner pieces for long documents in pieces on one stage"
+        )
     check_stages(cost, stages, chunks)
     schedules = schedules_to_try(schedule, chunks)
     check_schedule(schedule, stages, chunks)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,3 +117,31 @@ def test_what_cannot_be_is_refused():
     spec = replace(ModelSpec.load("qwen2.5-0.5b"), causal=False)
     with pytest.raises(SeqloomError, match="not causal: tokens of a piece would see later pieces"):
         plan_pieces(np.array([4]), cost_model("1x8xL40S", spec))
+
+
+PAGE = (Path(__file__).parents[4] / "docs" / "planning.md").read_text()
+ROWS = {
+    "qwen2.5-0.5b, 8xL40S, sharding none": (("1x8xL40S", "qwen2.5-0.5b", "none", "auto"), 2_000_000),
+    "the same, `--offload false` | 3M": (("1x8xL40S", "qwen2.5-0.5b", "none", False), 3_000_000),
+    "the same, `--offload false` | 4M": (("1x8xL40S", "qwen2.5-0.5b", "none", False), 4_000_000),
+    "qwen2.5-7b, 8xH100, `--offload false`": (("1x8xH100", "qwen2.5-7b", "full", False), 1_000_000),
+    "the same, activations in host memory": (("1x8xH100", "qwen2.5-7b", "full", "auto"), 1_000_000),
+    "llama3-8b, 8xH100": (("1x8xH100", "llama3-8b", "full", "auto"), 400_000),
+}
+
+
+def seconds(planner, lengths, cost):
+    try:
+        return f"{predicted_ns(make_plan(planner, lengths, cost), cost) / 1e9:,.0f} s"
+    except MemoryBudgetError:
+        return "not held"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_the_figures_of_the_page(name):
+    (cluster, model, sharding, offload), longest = ROWS[name]
+    cost, lengths = cost_model(cluster, model, sharding=sharding, offload=offload), np.array([longest, *[900] * 40])
+    [row] = [line for line in PAGE.splitlines() if line.startswith(f"| {name}")]
+    whole, pieces = (cell.strip() for cell in row.split("|")[3:5])
+    assert whole.partition(" (")[0] == seconds("flex", lengths, cost) and pieces == seconds("pieces", lengths, cost)

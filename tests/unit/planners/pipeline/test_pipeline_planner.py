@@ -91,6 +91,8 @@ def test_chunks_need_layers_and_a_number():
     assert len(plan_pipeline(lengths, cost, stages=8, chunks="auto").pipelines[0].stages) == 8
     with pytest.raises(SeqloomError, match="3 stages on 8 ranks"):
         plan_pipeline(lengths, cost, stages=3, chunks="auto")
+    with pytest.raises(SeqloomError, match=r"a pipeline of 1 stage: .* take planner pieces"):
+        make_plan("pipeline:1", lengths, cost)
     for chunks in ("two", 1.5, True):
         with pytest.raises(SeqloomError, match=re.escape(f"chunks {chunks!r}; give 1, 2, 4, ... or 'auto'")):
             plan_pipeline(lengths, cost, stages=2, chunks=chunks)
