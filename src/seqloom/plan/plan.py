@@ -81,8 +81,7 @@ class Plan:
     @property
     def has_pieces(self) -> bool:
         """Whether a document is cut into pieces."""
-        groups = (group for pipeline in self.pipelines for each in pipeline.rounds for group in each.by_stage[0].groups)
-        return any(span.tokens < self.documents[span.document] for group in groups for span in group.spans)
+        return any(pipeline.has_pieces(self.documents) for pipeline in self.pipelines)
 
     def validate(self) -> None:
         """Raise `PlanError` with the value, the rule and the nearest legal choice if a rule is broken.

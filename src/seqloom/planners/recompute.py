@@ -53,7 +53,7 @@ def with_layer_choices(plan: Plan, cost: CostModel) -> Plan:
     alike, pipelines = without_layer_choices(plan), []
     for pipeline in alike.pipelines:
         memory = PipelineMemory(alike, cost, pipeline)
-        one_by_one = len(pipeline.stages) == 1 and not plan.has_pieces
+        one_by_one = len(pipeline.stages) == 1 and not pipeline.has_pieces(plan.documents)
         choose = _choose_for_rounds if one_by_one else _choose_for_units
         pipelines.append(replace(pipeline, rounds=choose(memory)))
     chosen = without_unused_limits(replace(plan, pipelines=tuple(pipelines)))

@@ -13,7 +13,7 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes
 from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
-from seqloom.plan import Action, Group, LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
+from seqloom.plan import Action, Checkpoint, Group, LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
 from seqloom.plan.action import B, F, I, W
 from seqloom.schedules.memory import UnitMemory, memory_walk
 
@@ -22,11 +22,10 @@ _RESIDENT = UnshardMemory(0, 0, 0, 0, 0)  # the parameters of a stage stay for t
 
 def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     """int64[ranks] bytes. Whole documents on one stage: the closed form. Else a walk along the rows of actions."""
-    walked = plan.has_pieces
     peak = np.full(cost.ranks, cost.memory.idle_bytes, dtype=np.int64)
     for pipeline in plan.pipelines:
         memory = PipelineMemory(plan, cost, pipeline)
-        if len(pipeline.stages) == 1 and not walked:
+        if len(pipeline.stages) == 1 and not pipeline.has_pieces(plan.documents):
             everywhere = len(plan.pipelines) == 1 and plan.sharding != Sharding.FREE  # all ranks share its parameters
             ranks = np.arange(cost.ranks) if everywhere else np.array(pipeline.ranks)
             for current in pipeline.rounds:
@@ -48,7 +47,7 @@ def peak_host_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     for pipeline in plan.pipelines:
         memory, layers = PipelineMemory(plan, cost, pipeline), pipeline.layer_ranges
         offloads = any(work.offload for current in pipeline.rounds for work in current.by_stage)
-        walked = len(pipeline.stages) > 1 or (offloads and plan.has_pieces)
+        walked = len(pipeline.stages) > 1 or (offloads and pipeline.has_pieces(plan.documents))
         if offloads and not walked:
             for current in pipeline.rounds:
                 activations = np.maximum(activations, memory.round_host_bytes(current.by_stage[0]))
@@ -116,7 +115,7 @@ class PipelineMemory:
         stages, layers = pipeline.stages_of(pp_rank), pipeline.layer_ranges
         memory = {s: self.cost.for_stage(pipeline.stages[s]).memory for s in stages}
         if len(pipeline.stages) == 1 and not unsharded:  # its layers are gathered one by one
-            fixed = memory[0].fixed_bytes(MemoryPolicy(pipeline.rounds[0].by_stage[0].checkpoint, plan.reduce))
+            fixed = memory[0].fixed_bytes(MemoryPolicy(Checkpoint.NONE, plan.reduce))
             return np.full(len(pipeline.ranks), fixed, dtype=np.float64)
         working, state = max(memory[s].working_bytes(layers[s]) for s in stages), {}
         for shard_group in plan.shard_groups_of(pipeline, pp_rank):
