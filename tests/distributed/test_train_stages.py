@@ -82,6 +82,14 @@ def test_a_pipeline_trains_the_same_model(place, whole, piped):
     assert len(mine) == 2 and np.allclose(mine, theirs, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
+def test_a_document_in_pieces_on_one_stage_trains_the_same_model(gloo_pool, place, whole):
+    """Ranks hold 8 tokens of a round, eight of them 64 of the 96 of the longest document."""
+    stages, losses = run(gloo_pool, place, "in pieces", "plan.capacity=8")
+    assert stages == 1 and "pieces" in logged(place / "in pieces", "planner")
+    assert np.allclose(losses, whole, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize(
     ("begun", "settings"),
     [

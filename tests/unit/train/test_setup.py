@@ -66,6 +66,17 @@ def test_without_a_pipeline_the_config_s_planner_plans_and_static_is_the_fallbac
     )
 
 
+@pytest.mark.parametrize(
+    ("planner", "capacity", "fallback"),
+    [("auto", 64, "pieces"), ("pieces", 64, "pieces"), ("flex", 64, "static"), ("auto", 512, "static")],
+)
+def test_where_only_pieces_of_the_longest_document_fit_pieces_are_the_fallback(planner, capacity, fallback):
+    tight = CostModel(cost().cluster, cost().model, max_length=1024, capacity=capacity)
+    planners = RunPlanners.load(pipeline_config(planner), tight, Pipelining())
+    assert planners.fallback == PlannerChoice(fallback)
+    assert planners.fallback.plan([1024 if fallback == "pieces" or capacity == 512 else 200], tight).tokens
+
+
 def gpu_run(spec, cluster, offload="auto", stages=1, sharding="full"):
     """A run of a preset on GPUs, with documents of up to 600 tokens."""
     parts = (Run(Path("out"), steps=1), Model(spec, dtype="bfloat16"), Data(Path("toy:20"), sequences=2))

@@ -228,7 +228,9 @@ class RoundChoices:
                 break  # the next checkpoints keep less
             again = [each for each in AGAIN if each != light and each in legal]
             options += [kept for each in again if (kept := self._most_kept(chain, light, each)) is not None]
-        return min(options, key=lambda each: sum(map(self._round_ns, chain, each)), default=None)
+        if len(options) < 2:
+            return options[0] if options else None
+        return min(options, key=lambda each: sum(map(self._round_ns, chain, each)))
 
     def _most_kept(self, chain: Sequence[int], light: Checkpoint, again: Checkpoint) -> list[Checkpoint] | None:
         """As many last pieces under `light` as memory holds, and the others under `again`; None: not even none."""
