@@ -48,18 +48,18 @@ def plan_auto(
     cuts the model. ``strategies`` are those to choose from under free sharding; None proposes some for this batch.
     Without ``pieces`` documents stay whole on one stage, for loops that run the rounds of a plan one by one.
     """
+    cuts = pieces and cost.model.causal
 
     def one_stage() -> list[Plan]:
         """Plans of whole documents, and of pieces where memory asks for them."""
         try:
             plans = whole_documents()
         except MemoryBudgetError:
-            if not pieces or not cost.model.causal:
-                raise
             with suppress(SeqloomError):
-                return [plan_pieces(lengths, cost)]
+                if cuts:
+                    return [plan_pieces(lengths, cost)]
             raise
-        if pieces and recomputes(min(plans, key=lambda plan: predicted_ns(plan, cost))):
+        if cuts and recomputes(min(plans, key=lambda plan: predicted_ns(plan, cost))):
             with suppress(SeqloomError):
                 plans.append(plan_pieces(lengths, cost))
         return plans

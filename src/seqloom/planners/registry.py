@@ -102,7 +102,7 @@ _TABLE = (
         quick=True,
         by_speed=False,
     ),
-    PlannerSpec("pieces", "planners.pipeline:plan_pieces", quick=True, by_speed=False),
+    PlannerSpec("pieces", "planners.pipeline:plan_pieces", quick=True),
     PlannerSpec(
         "hydraulis",
         "planners.hydraulis:plan_strategies",

@@ -39,7 +39,7 @@ from seqloom.plan import (
     Round,
     StageMicroBatch,
 )
-from seqloom.planners.pipeline.long_sequences import DocumentCosts
+from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches, MicroBatchSize, make_micro_batches
 from seqloom.planners.pipeline.recompute_offload import ActivationPolicy, stage_micro_batch
 from seqloom.planners.pipeline.stage_layout import StageLayout
@@ -49,7 +49,7 @@ from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import PipelineMemory
 
 SHARES = (1, 2, 4, 8, 16)
-"""Parts of what a rank holds with all activations that a piece may have, to try."""
+"""Tokens of a piece on a rank to try: what memory holds with all activations, over each of these."""
 AGAIN = (Checkpoint.FULL, Checkpoint.STAGE)
 """What pieces store that run forward again."""
 PROBE = 1 << 20
@@ -141,7 +141,7 @@ class PiecesSearch:
 
     def plans(self, costs: DocumentCosts, pieces: int | None = None) -> Iterator[Plan]:
         """Yield the best plan for every size of pieces and width of groups that memory holds."""
-        seen = set()
+        seen: set[tuple[StageGroups, ...]] = set()
         for size in self._sizes(costs, pieces):
             micro_batches = make_micro_batches(costs, size)
             if micro_batches.groups in seen or len(micro_batches.groups) > max(MAX_ROUNDS, len(self.lengths)):
@@ -167,22 +167,15 @@ class PiecesSearch:
             for held in (max(self.cost.pad_multiple, size) for size in sizes):
                 yield MicroBatchSize(degree, max(1, longest_ns // -(-tokens // held)), held, equal_tokens=True)
 
-    def _plan(self, works: Sequence[StageMicroBatch]) -> Plan:
-        """The plan of these rounds."""
-        cost, rounds = self.cost, [Round((work,)) for work in works]
-        pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, self.reduce, cost.tensor, cost.expert)
-        documents = tuple(self.lengths.tolist())
-        return Plan(self.limits, cost.sharding, self.reduce, documents, (pipeline,), "pieces")
-
     def _with_checkpoints(self, micro_batches: MicroBatches) -> list[StageMicroBatch] | None:
         """The rounds with the fastest checkpoints that fit; None: some do not fit under any."""
         placed = [
             stage_micro_batch(self.cost, self.layout, groups, 0, ActivationPolicy(self.policy.checkpoint))
             for groups in micro_batches.groups
         ]
-        rounds, checkpoints = RoundChoices(self, placed), list[Checkpoint]()
-        for _, members in groupby(range(len(placed)), key=lambda number: micro_batches.units[number].sequence):
-            chosen = rounds.fastest(list(members))
+        choices, checkpoints = RoundChoices(self, placed), list[Checkpoint]()
+        for _, chain in groupby(range(len(placed)), key=lambda number: micro_batches.units[number].sequence):
+            chosen = choices.fastest(list(chain))
             if chosen is None:
                 return None
             checkpoints += chosen

@@ -111,6 +111,13 @@ def test_a_number_of_pieces_may_be_given(pieces):
     assert len(spans) == pieces and plan.has_pieces
 
 
+def test_ranks_of_unequal_speed_run_pieces_as_long_as_the_slowest_takes():
+    cost, lengths = cost_of(), np.array([3_000_000])
+    slower = cost.with_speeds([1.0] * 7 + [0.5])
+    plan = make_plan("auto", lengths, slower)
+    assert plan.planner == "pieces" and predicted_ns(plan, slower) > 1.5 * predicted_ns(plan, cost)
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(SeqloomError, match="9 pieces of a longest sequence of 4 tokens; give 1 to 4"):
         plan_pieces(np.array([4]), cost_of(), pieces=9)
