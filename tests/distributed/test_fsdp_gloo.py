@@ -418,8 +418,7 @@ SLOW = pytest.mark.slow
     ("sharding", "reduce"),
     [
         (Sharding.FULL, Reduce.ROUND),
-        (Sharding.HYBRID, Reduce.STEP),
-        *(pytest.param(each, Reduce.STEP, marks=SLOW) for each in (Sharding.FULL, Sharding.NONE, Sharding.FREE)),
+        *(pytest.param(each, Reduce.STEP, marks=SLOW) for each in Sharding),
         *(pytest.param(each, Reduce.ROUND, marks=SLOW) for each in (Sharding.HYBRID, Sharding.NONE, Sharding.FREE)),
     ],
 )

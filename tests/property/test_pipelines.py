@@ -151,7 +151,7 @@ def tight_stage(sharding, tokens=25):
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
-@pytest.mark.parametrize("lengths", [(200, 40, 9), (215, 7)])
+@pytest.mark.parametrize("lengths", [(200, 40, 9), pytest.param((215, 7), marks=pytest.mark.slow)])
 def test_documents_in_pieces_on_one_stage(threads, lengths, sharding):
     """The longest fits in no group whole; some of its pieces are run forward again."""
     step, cost = Step(lengths, tiny_spec(layers=3)), tight_stage(sharding)
