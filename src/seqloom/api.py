@@ -263,7 +263,7 @@ def plan(
 
     Args:
         lengths: tokens of every sequence of the batch; a sequence's id in the plan is its index here.
-        planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``,
+        planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``, ``pieces``,
             ``pipeline`` (``pipeline:4`` has 4 stages), ``hydraulis`` (sharding free), ``exact`` or ``auto``, the best
             of all without stages; under sharding free, of strategies too.
         offload_optimiser: whether the optimiser is in host memory; "auto": if nothing else holds the batch.
@@ -365,6 +365,11 @@ def tensor_degree(plan: Plan) -> int:
     return max(stage.tensor for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
+def chunk_count(plan: Plan) -> int:
+    """Stages with layers of every pipeline rank; of pipelines that differ, most."""
+    return max((pipeline.chain.last + 1) // len(pipeline.ranks_by_pp_rank) for pipeline in plan.pipelines)
+
+
 def degrees_of(plan: Plan) -> tuple[int, int]:
     """Tensor and expert degree of the cost model that a plan was made with: under free sharding stages have others."""
     return 1 if plan.sharding == "free" else tensor_degree(plan), expert_degree(plan)
@@ -425,6 +430,7 @@ class Evaluation:
             "bound_ms": None if self.bound_ns is None else self.bound_ns / MS,
             "plan_ms": None if self.planning_ns is None else self.planning_ns / MS,
             "rounds": self.plan.rounds,
+            "chunks": chunk_count(self.plan),
             "tensor": tensor_degree(self.plan),
             "expert": expert_degree(self.plan),
             "comm_share": float(self.simulation.comm_share),
@@ -468,13 +474,15 @@ def evaluate_planners(
     cost: CostModel,
     *,
     others: Sequence[CostModel] = (),
+    chunks: int | str = 1,
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
     refused: dict[str, SeqloomError] | None = None,
 ) -> list[dict[str, Evaluation]]:
     """Plan every batch with every planner and evaluate the plans: one dictionary per batch, by planner.
 
-    `others` are the cost model with other degrees, of which every planner takes the fastest for the batches.
+    `others` are the cost model with other degrees, of which every planner takes the fastest for the batches; `chunks`
+    are those of planner ``pipeline``, "auto" the fastest number.
     Calls `progress` with the planner's name and the batch's index before each planning. Where `refused` is given,
     planners that cannot plan the batches are left out, and their errors are put there.
     """
@@ -482,7 +490,8 @@ def evaluate_planners(
 
     by_degrees = {own.degrees: own for own in (cost, *others)}
     lengths = [batch.lengths for batch in batches]
-    planned = plan_batches(planners, lengths, cost, others=others, seed=seed, progress=progress, refused=refused)
+    given: dict[str, Any] = {"chunks": chunks, "seed": seed, "progress": progress, "refused": refused}
+    planned = plan_batches(planners, lengths, cost, others=others, **given)
     rows = []
     for plans in planned:
         row: dict[str, Evaluation] = {}

@@ -404,3 +404,33 @@ def test_part_of_a_job_is_refused():
     assert not dist.is_initialized()
     with pytest.raises(SeqloomError, match=r"no torch\.distributed job"):
         FSDPParameters(ModelAdapter.of(STEP.model()), SingleRankTransport(), Sharding.FULL)
+
+
+PIECES = [
+    [Group((0, 1, 2, 3), 2, 2, (Span(5, 0, 13),)), Group((4,), 1, 1, (Span(2, 0, 1), Span(4, 0, 3)))],
+    [Group((0, 1, 2, 3), 2, 2, (Span(5, 13, 22),)), Group((4, 5, 6, 7), 1, 4, (Span(0, 0, 20),))],
+    [Group((0, 1, 2, 3), 2, 2, (Span(5, 22, 30),))],  # node 0 alone
+    [Group((6, 7), 1, 2, (Span(1, 0, 9),)), Group((0, 1), 1, 2, (Span(3, 0, 17),))],
+]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("sharding", "reduce"),
+    [
+        (Sharding.FULL, Reduce.ROUND),
+        *(pytest.param(each, Reduce.STEP, marks=SLOW) for each in Sharding),
+        *(pytest.param(each, Reduce.ROUND, marks=SLOW) for each in (Sharding.HYBRID, Sharding.NONE, Sharding.FREE)),
+    ],
+)
+def test_pieces_of_a_document_on_one_stage_equal_one_process(gloo_pool, sharding, reduce):
+    """Forward piece after piece, then backward from the last; all but the last are run forward once more."""
+    kinds = (Checkpoint.STAGE, Checkpoint.STAGE, Checkpoint.NONE, Checkpoint.FULL)
+    plan = planned(PIECES, sharding=sharding, reduce=reduce, checkpoint=kinds)
+    assert [str(action) for action in plan.pipelines[0].actions[0] if action.kind in "FB"][:6] == (
+        ["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]
+    )
+    found = gloo_pool.run(spread, STEP, plan, ranks=8)
+    assert max(each.worst(STEP.alone()) for each in found) < 1e-9

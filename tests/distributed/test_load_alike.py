@@ -7,7 +7,7 @@ import pytest
 from seqloom.dist import JobRank
 from seqloom.errors import SeqloomError
 from seqloom.train import launch
-from seqloom.train.config import Config
+from seqloom.train.config import Config, Pipelining
 from seqloom.train.setup import RunChoices
 from seqloom.version import __version__
 
@@ -52,7 +52,7 @@ def test_a_rank_that_differs_is_named_on_all(gloo_pool, changes, version, words)
 
 def test_rank_0_chooses(gloo_pool):
     found = gloo_pool.run(loaded, ())
-    assert found == [RunChoices(Config.load(RECIPE, SMALL).data, 1, ())] * 8
+    assert found == [RunChoices(Config.load(RECIPE, SMALL).data, Pipelining(), ())] * 8
 
 
 def prepared(transport, folder):

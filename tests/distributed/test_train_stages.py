@@ -82,10 +82,19 @@ def test_a_pipeline_trains_the_same_model(place, whole, piped):
     assert len(mine) == 2 and np.allclose(mine, theirs, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
+def test_a_document_in_pieces_on_one_stage_trains_the_same_model(gloo_pool, place, whole):
+    """Ranks hold 8 tokens of a round, eight of them 64 of the 96 of the longest document."""
+    stages, losses = run(gloo_pool, place, "in pieces", "plan.capacity=8")
+    assert stages == 1 and "pieces" in logged(place / "in pieces", "planner")
+    assert np.allclose(losses, whole, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize(
     ("begun", "settings"),
     [
         pytest.param("piped", ("pipeline.stages=2", "pipeline.chunks=2"), id="fewer stages"),
+        pytest.param("piped", ("pipeline.stages=2", "pipeline.chunks=auto"), id="chosen", marks=pytest.mark.slow),
         pytest.param("piped", ("plan.planner=static",), id="none", marks=pytest.mark.slow),
         pytest.param("whole", ("pipeline.stages=2", "plan.sharding=none"), id="from none", marks=pytest.mark.slow),
     ],

@@ -24,9 +24,9 @@ PAGE = (ROOT / "docs" / "pipelines.md").read_text()
 def test_its_commands_run_and_its_grid_is_what_the_first_prints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    results = [CliRunner().invoke(app, shlex.split(line)[1:]) for line in block.splitlines()]
-    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    lines = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)).splitlines()
+    results = [CliRunner().invoke(app, shlex.split(line)[1:]) for line in lines]
+    assert [result.exit_code for result in results] == [0, 0, 0], [result.output for result in results]
     grid = re.findall(r"^ {4}(pp_rank .*)$", PAGE, re.MULTILINE)
     assert len(grid) == 3 and set(grid) <= set(results[0].output.splitlines())
     assert "pipeline:4" in results[1].output

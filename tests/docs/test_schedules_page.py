@@ -1,5 +1,6 @@
 """docs/schedules.md is run, and its grid, its message and its table are what the code says."""
 
+import json
 import re
 import sys
 from fractions import Fraction
@@ -12,7 +13,8 @@ from seqloom.errors import PlanError
 from seqloom.schedules import SCHEDULE_NAMES, Schedule, build_schedule
 from seqloom.schedules.timing import schedule_metrics
 
-PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "schedules.md").read_text()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RATIOS = {"1:1:1": ("1", "1", "1"), "1:1.6:0.6": ("1", "1.6", "0.6"), "1:2:0.3": ("1", "2", "0.3")}
 
@@ -65,3 +67,18 @@ def test_the_table_of_bubbles(row):
         found.append(schedule_metrics(build_schedule(name.strip("`"), 8, 16, int(pieces), times=whole), *times))
     assert [f"{100 * figure.bubble:.1f}" for figure in found] == bubbles
     assert f"{max(max(figure.peak_memory) for figure in found):.4g}" == memory
+
+
+def test_what_waiting_at_the_end_of_a_step_costs_is_what_was_simulated():
+    """The table's shares are those of the committed result; 1F1B loses nothing."""
+    figures = json.loads((ROOT / "benchmarks" / "results" / "step_end.json").read_text())["figures"]
+    for name in (
+        "512 documents of Wikipedia",
+        "512 documents of CommonCrawl",
+        "64 documents of 8K",
+        "8 documents of 64K",
+    ):
+        batch = name.replace(" documents", "")
+        lost = [figures[f"{batch}, head on {head}, auto"]["lost, %"] for head in ("the last", "all")]
+        assert f"| {name} | {lost[0]:.1f} % | {lost[1]:.1f} % |" in PAGE
+        assert all(figures[f"{batch}, head on {head}, 1f1b"]["lost, %"] == 0 for head in ("the last", "all"))

@@ -139,3 +139,23 @@ def test_plans_of_the_planner(threads, lengths, stages, room, sharding):
     plan = make_plan(f"pipeline:{stages}", np.array(lengths, dtype=np.int64), tight(stages, room, sharding))
     step = Step(tuple(lengths), tiny_spec(layers=4))
     assert max(differences(threads, step, plan, step.alone())) < 1e-9
+
+
+@lru_cache
+def tight_stage(sharding, tokens=25):
+    """A cost model of four ranks in two nodes that hold `tokens` each when all activations are kept, in one stage."""
+    given = {"sharding": sharding, "offload": False}
+    two = [cost_model("2x2xH100", tiny_spec(layers=3), **given, budget_gib=gib) for gib in (4.0, 5.0)]
+    low, high = (cost.capacity(cost.policies[0]) for cost in two)
+    return cost_model("2x2xH100", two[0].model, **given, budget_gib=4.0 + (tokens + 0.5 - low) / (high - low))
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
+@pytest.mark.parametrize("lengths", [(200, 40, 9), pytest.param((215, 7), marks=pytest.mark.slow)])
+def test_documents_in_pieces_on_one_stage(threads, lengths, sharding):
+    """The longest fits in no group whole; some of its pieces are run forward again."""
+    step, cost = Step(lengths, tiny_spec(layers=3)), tight_stage(sharding)
+    plan = make_plan("auto", np.array(lengths), cost)
+    kinds = {current.by_stage[0].checkpoint for current in plan.pipelines[0].rounds}
+    assert plan.has_pieces and kinds & {Checkpoint.FULL, Checkpoint.STAGE}
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9

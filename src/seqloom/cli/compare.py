@@ -46,6 +46,7 @@ def compare(
     host_gib: shared.HostGib = None,
     expert: shared.Expert = "auto",
     tensor: shared.Tensor = "1",
+    chunks: shared.Chunks = "1",
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     chat_template: shared.ChatTemplate = None,
@@ -76,6 +77,7 @@ def compare(
     options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
     options |= {"expert": shared.parse_degree("expert", expert), "tensor": shared.parse_degree("tensor", tensor)}
     degrees = {name: options[name] for name in ("tensor", "expert")}
+    degrees["chunks"] = shared.parse_chunks(chunks, names)
     spec, place = shared.load_model(model), shared.parse_offload(offload_optimiser)
 
     @cache
@@ -93,6 +95,7 @@ def compare(
         refused.clear()
         with shared.planning_progress(len(names) * batches * len(own)) as progress:
             given: dict[str, Any] = {"others": own[1:], "seed": seed, "progress": progress, "refused": refused}
+            given["chunks"] = degrees["chunks"]
             rows = evaluate_planners(names, workload.batches, own[0], **given)
         lacking = [error for error in refused.values() if isinstance(error, MemoryBudgetError)]
         if len(refused) == len(names) or (lacking and not last):

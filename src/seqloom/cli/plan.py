@@ -31,9 +31,9 @@ DEFAULT_SIZE = 512
 Planner = Annotated[
     str,
     Option(
-        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), hydraulis "
-        "(sharding free), exact, auto; hbp: all sequences are made into steps. `seqloom list planners` names all, the "
-        "published rivals among them."
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pieces, pipeline:4 (4 stages), "
+        "hydraulis (sharding free), exact, auto; hbp: all sequences are made into steps. `seqloom list planners` names "
+        "all, the published rivals among them."
     ),
 ]
 Tokens = Annotated[int | None, Option(help="Instead: as many whole sequences as fit in this many tokens.")]
@@ -59,6 +59,7 @@ def plan(
     host_gib: shared.HostGib = None,
     expert: shared.Expert = "auto",
     tensor: shared.Tensor = "1",
+    chunks: shared.Chunks = "1",
     column: shared.Column = None,
     tokenizer: shared.Tokenizer = None,
     chat_template: shared.ChatTemplate = None,
@@ -93,6 +94,7 @@ def plan(
     options |= {"offload": shared.parse_offload(offload), "host_gib": host_gib}
     options |= {"expert": shared.parse_degree("expert", expert), "tensor": shared.parse_degree("tensor", tensor)}
     options["stages"] = 1 if packs else requested_stages([planner])
+    chunk_count = shared.parse_chunks(chunks, [planner])
     spec, place = shared.load_model(model), shared.parse_offload(offload_optimiser)
 
     @cache
@@ -111,7 +113,7 @@ def plan(
 
     def run(own: list[CostModel]) -> tuple[CostModel, Evaluation]:
         with shared.planning_progress(len(own)) as progress:
-            given: dict[str, Any] = {"others": own[1:], "seed": seed, "progress": progress}
+            given: dict[str, Any] = {"others": own[1:], "chunks": chunk_count, "seed": seed, "progress": progress}
             [row] = evaluate_planners([planner], workload.batches, own[0], **given)
         degrees = degrees_of(row[planner].plan)
         return next(cost for cost in own if cost.degrees == degrees), row[planner]
@@ -262,6 +264,7 @@ def _draw_explanation(console: Console, cost: CostModel, evaluation: Evaluation)
 
 
 def _print_end(planner: str, evaluation: Evaluation, out: Path | None, cost: CostModel) -> None:
+    from seqloom.api import chunk_count
     from seqloom.planners.registry import verdicts
     from seqloom.view.format import duration
 
@@ -269,6 +272,8 @@ def _print_end(planner: str, evaluation: Evaluation, out: Path | None, cost: Cos
     if line := shared.experts_line(cost, evaluation):
         typer.echo(line)
     chosen = "" if planner == evaluation.plan.planner else f" (chose {evaluation.plan.planner})"
+    chunks = chunk_count(evaluation.plan)
+    chosen += f", {chunks} chunks per pipeline rank" if chunks > 1 else ""
     typer.echo(f"planner {planner}{chosen}, {duration(evaluation.planning_ns or 0)} to plan")
     for name, line in verdicts([planner], cost.profile.name).items():
         typer.echo(f"{name}: {line}")

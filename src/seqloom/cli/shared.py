@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -80,6 +80,9 @@ Expert = Annotated[
 ]
 Tensor = Annotated[
     str, Option(help="GPUs of a node that divide the matrices of every layer: 1, 2, 4, ... or auto, the fastest.")
+]
+Chunks = Annotated[
+    str, Option(help="Of planner pipeline: stages of the model per pipeline rank, 1, 2, ... or auto, the fastest.")
 ]
 Lengths = Annotated[
     str,
@@ -159,12 +162,25 @@ def parse_offload(text: str) -> bool | str:
 
 
 def parse_degree(option: str, text: str) -> int | str:
-    """Return a tensor or expert degree or "auto", as an option says."""
+    """Return a tensor or expert degree, or a number of chunks, or "auto", as an option says."""
     if text == "auto":
         return text
     if not text.isdecimal() or int(text) < 1:
         raise SeqloomError(f"--{option} {text!r}; give 1, 2, 4, ... or auto")
     return int(text)
+
+
+def parse_chunks(text: str, planners: Sequence[str]) -> int | str:
+    """Return the number of chunks or "auto", as the option says; refuse it where no planner has any."""
+    from seqloom.planners.registry import has_chunks
+
+    chunks = parse_degree("chunks", text)
+    if chunks != 1 and not any(map(has_chunks, planners)):
+        raise SeqloomError(
+            f"--chunks {text} with {', '.join(planners)}: only planner pipeline divides the layers of a pipeline rank; "
+            "name pipeline or pipeline:4, or leave the option out"
+        )
+    return chunks
 
 
 def split_names(text: str, what: str, example: str) -> list[str]:

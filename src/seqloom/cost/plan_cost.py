@@ -30,7 +30,7 @@ from seqloom.cost.forward_backward import extend_for_offload, forward_and_weight
 from seqloom.cost.resharding import exposed_reshard_ns, unshard_ns, unshard_times_by_stage
 from seqloom.cost.shapes import BY_SPEED, COST_COLUMNS, STREAMS, MemoryPolicy, columns
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, LayerRange
+from seqloom.plan import Checkpoint, Group, LayerRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -139,10 +139,15 @@ def group_table(
 ) -> np.ndarray:
     """int64[groups, len(COST_COLUMNS)] ns: `group_costs` with the work's lighter layers.
 
-    Of the whole model, or where its layers differ of these alone; `scale_to_layers` takes what is theirs.
+    Of the whole model, or where its layers differ of these alone; `scale_to_layers` takes what is theirs. Where the
+    whole model is run forward again, its head is too.
     """
     cost = cost if layers is None else cost.for_layers(layers)
     table = cost.group_costs(groups, policy)
+    whole = layers is None or (layers.has_embedding and layers.has_head)
+    if work.checkpoint == Checkpoint.STAGE and whole:
+        head = COST_COLUMNS.index("head")
+        table[:, head] += table[:, head] // 3
     if not work.lighter_layers:
         return table
     return mix_layers(cost, work, layers, table, cost.group_costs(groups, _lighter(policy)))
@@ -488,6 +493,6 @@ def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
             continue
         own, resident = cost.for_stage(pipeline.stages[0]), bool(unshard_times_by_stage(cost, pipeline))
         for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
-            policy = MemoryPolicy(checkpoint, plan.reduce, resident)
+            policy = own.priced_policy(MemoryPolicy(checkpoint, plan.reduce, resident))
             costs.append((own.step_overhead_ns(policy), round(own.engine.step_overhead(policy)[1])))
     return max(costs)

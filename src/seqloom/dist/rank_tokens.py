@@ -243,6 +243,7 @@ def bind(
     ep_ranks: tuple[int, ...] = (),
     tp_ranks: tuple[int, ...] = (),
     prefixes: Mapping[int, int] | None = None,
+    independent_tokens: bool = False,
 ) -> Context:
     """Compute what one stage's share of a round means for the rank of `transport`. Communicates nothing.
 
@@ -261,11 +262,12 @@ def bind(
         tp_ranks: that divide the weights of the layers; a rank without tokens finds them in no group of the work.
         prefixes: how many of its first tokens see each other in causal attention, by document (prefix language models);
             of those that are not named every token sees only what is before it.
+        independent_tokens: spans are any parts of documents, since the stage has no layers in which tokens meet.
     """
     _check_ranks(work, transport, node_size)
     _check_layouts(work, tensor)
     rank, device = transport.rank, torch.device(device)
-    found = _pieces_of_round(work, pieces or {})
+    found = {} if independent_tokens else _pieces_of_round(work, pieces or {})
     shared = transport, device, node_size, found, _prefixes_of_round(work, prefixes or {}, found), kv_cache
     blocks, tp_group = _block_layouts(work, rank), None
     if tensor > 1:
@@ -489,6 +491,11 @@ def _pieces_of_round(work: StageMicroBatch, pieces: Mapping[int, tuple[Span, ...
             )
         documents.add(span.document)
         every = pieces.get(span.document, ())
+        if len(every) < 2 and span.start > 0:
+            raise SeqloomError(
+                f"document {span.document} from token {span.start} on: attention needs the keys of its earlier pieces; "
+                "run the plan with bind_plan and run_step, or bind with pieces_of_plan(plan) and a kv_cache"
+            )
         if len(every) < 2:
             continue
         edges = [0, *(piece.stop for piece in every)]

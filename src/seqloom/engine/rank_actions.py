@@ -171,7 +171,7 @@ def bind_plan(
 def _bind_head(work: StageMicroBatch, transport: Transport, device: torch.device) -> Context:
     """Bind a round of a head stage: the rank's own tokens, since no token needs another one there."""
     own = tuple(group for group in work.groups if transport.rank in group.ranks)
-    return bind(replace(work, groups=own), transport, device=device)
+    return bind(replace(work, groups=own), transport, device=device, independent_tokens=True)
 
 
 def _takes_part(work: StageMicroBatch, shard_group: tuple[int, ...]) -> bool:

@@ -226,7 +226,8 @@ class SeqloomTrainer(Trainer):
             )
         batches = cost.ranks * self.gradient_accumulation_steps
         chunks = config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1
-        planner = PlannerChoice(config.planner, seed=config.debug.seed or 0)
+        options = {"pieces": False} if config.planner == "auto" else {}  # rounds go forward and backward one by one
+        planner = PlannerChoice(config.planner, options, config.debug.seed or 0)
         self.dataloader.open(cost, planner, batches, chunks, self.device)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:

@@ -181,6 +181,11 @@ class Pipeline:
         """The layers of every stage."""
         return layer_ranges(self.stages)
 
+    def has_pieces(self, documents: Sequence[int]) -> bool:
+        """Return whether one of the documents, of these lengths in tokens, is cut into pieces."""
+        spans = (span for current in self.rounds for span in current.by_stage[0].spans())
+        return any(stop - start < documents[document] for document, start, stop in spans)
+
     @property
     def chain(self) -> StageChain:
         """Which stage hands its output to which."""

@@ -78,6 +78,11 @@ class Plan:
         """Tokens of all documents."""
         return sum(self.documents)
 
+    @property
+    def has_pieces(self) -> bool:
+        """Whether a document is cut into pieces."""
+        return any(pipeline.has_pieces(self.documents) for pipeline in self.pipelines)
+
     def validate(self) -> None:
         """Raise `PlanError` with the value, the rule and the nearest legal choice if a rule is broken.
 

@@ -53,13 +53,14 @@ def with_layer_choices(plan: Plan, cost: CostModel) -> Plan:
     alike, pipelines = without_layer_choices(plan), []
     for pipeline in alike.pipelines:
         memory = PipelineMemory(alike, cost, pipeline)
-        choose = _choose_for_rounds if len(pipeline.stages) == 1 else _choose_for_units
+        one_by_one = len(pipeline.stages) == 1 and not pipeline.has_pieces(plan.documents)
+        choose = _choose_for_rounds if one_by_one else _choose_for_units
         pipelines.append(replace(pipeline, rounds=choose(memory)))
     chosen = without_unused_limits(replace(plan, pipelines=tuple(pipelines)))
     if chosen == plan:
         return plan
     staged = any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
-    return plan if staged and predicted_ns(chosen, cost) >= predicted_ns(plan, cost) else chosen
+    return plan if (staged or plan.has_pieces) and predicted_ns(chosen, cost) >= predicted_ns(plan, cost) else chosen
 
 
 def without_layer_choices(plan: Plan) -> Plan:
@@ -153,7 +154,7 @@ def _with_offloaded_layers(memory: PipelineMemory, work: StageMicroBatch, tokens
     return found if away + state <= memory.cost.host_bytes else None
 
 
-# -- several stages ---------------------------------------------------------------------------------------------------
+# -- several stages, or documents in pieces ----------------------------------------------------------------------------
 
 
 def _choose_for_units(memory: PipelineMemory) -> tuple[Round, ...]:

@@ -22,6 +22,7 @@ from seqloom.plan import Plan, Sharding
 from seqloom.planners.recompute import with_layer_choices
 from seqloom.simulate import predicted_ns
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -101,6 +102,7 @@ _TABLE = (
         quick=True,
         by_speed=False,
     ),
+    PlannerSpec("pieces", "planners.pipeline:plan_pieces", quick=True),
     PlannerSpec(
         "hydraulis",
         "planners.hydraulis:plan_strategies",
@@ -323,30 +325,40 @@ def plan_batches(
     cost: CostModel,
     *,
     others: Sequence[CostModel] = (),
+    chunks: int | str = 1,
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
     refused: dict[str, SeqloomError] | None = None,
 ) -> list[dict[str, TimedPlan]]:
     """Plan every batch with every planner, one after another.
 
-    ``static`` keeps one degree for all batches, as a run would, and every planner one tensor and one expert degree;
-    ``auto`` also sees what the others found for a batch. ``progress`` is called with the planner's name and the batch's
-    index before each planning. Returns one dictionary per batch, from the name as given to its plan.
+    ``static`` keeps one degree for all batches, as a run would, ``pipeline`` one number of chunks, and every planner
+    one tensor and one expert degree; ``auto`` also sees what the others found for a batch. ``progress`` is called with
+    the planner's name and the batch's index before each planning; of several numbers of chunks, with the first. Returns
+    one dictionary per batch, from the name as given to its plan.
 
     Args:
         others: the cost model with other tensor or expert degrees. A planner takes the one by which it is fastest.
+        chunks: of planner ``pipeline``; "auto": the number by which it is fastest.
         refused: takes the errors of planners that cannot plan the batches, which are left out; None: an error ends all.
     """
     costs, results = (cost, *others), {}
     found: dict[tuple[int, int], dict[str, list[TimedPlan]]] = {own.degrees: {} for own in costs}
 
     def plan_all(name: str, own: CostModel) -> tuple[int, list[TimedPlan]]:
+        tries = _run_options(name, batches, own, chunks)
+        total, plans = fastest(tries, lambda options: plan_with(name, own, options, tries))
+        found[own.degrees][name] = plans
+        return total, plans
+
+    def plan_with(
+        name: str, own: CostModel, options: dict[str, Any], tries: Sequence[dict[str, Any]]
+    ) -> tuple[int, tuple[int, list[TimedPlan]]]:
         known, plans = found[own.degrees], []
-        options = _run_options(name, batches, own)
         if parse_planner(name)[0].quick and len(batches):  # load modules before the clock runs
             make_plan(name, batches[0][:2], own, seed=seed, **options)
         for index, batch in enumerate(batches):
-            if progress is not None:
+            if progress is not None and options is tries[0]:
                 progress(name, index)
             begin = time.perf_counter_ns()
             if name == "auto":
@@ -354,8 +366,8 @@ def plan_batches(
             plan = make_plan(name, batch, own, seed=seed, **options)
             assert plan.hash
             plans.append(TimedPlan(plan, time.perf_counter_ns() - begin))
-        known[name] = plans
-        return sum(predicted_ns(each.plan, own) for each in plans) if others else 0, plans
+        total = sum(predicted_ns(each.plan, own) for each in plans) if others or len(tries) > 1 else 0
+        return total, (total, plans)
 
     for name in sorted(names, key=lambda name: name == "auto"):
         try:
@@ -367,26 +379,35 @@ def plan_batches(
     return [{name: results[name][index] for name in names if name in results} for index in range(len(batches))]
 
 
-def _run_options(name: str, batches: Sequence[np.ndarray], cost: CostModel) -> dict[str, Any]:
-    """Return the options of a planner that are the same for all batches of a run."""
-    if name != "static":
-        return {}
-    from seqloom.planners.uniform import fastest_static_degree
+def _run_options(name: str, batches: Sequence[np.ndarray], cost: CostModel, chunks: int | str) -> list[dict[str, Any]]:
+    """Return the options of a planner that are the same for all batches of a run; where several, to choose from."""
+    if name == "static":
+        from seqloom.planners.uniform import fastest_static_degree
 
-    return {"degree": fastest_static_degree(batches, cost.holding([int(batch.max()) for batch in batches]))}
+        return [{"degree": fastest_static_degree(batches, cost.holding([int(batch.max()) for batch in batches]))}]
+    if chunks == 1 or not has_chunks(name):
+        return [{}]
+    from seqloom.planners.pipeline.planner import CHUNKS
+
+    return [{"chunks": number} for number in (CHUNKS if chunks == "auto" else (chunks,))]
 
 
-def fastest(costs: Sequence[CostModel], run: Callable[[CostModel], tuple[int, T]]) -> T:
-    """Return what ``run`` makes, with its time in ns, of the cost model by which it takes least; the first of equals.
+def has_chunks(name: str) -> bool:
+    """Whether the planner of that name has an option for the stages of every pipeline rank."""
+    return "chunks" in signature(parse_planner(name)[0].load()).parameters
 
-    The cost models differ by their tensor and expert degrees. Those by which it is refused are left out; if all are,
-    the first refusal is raised.
+
+def fastest(options: Sequence[S], run: Callable[[S], tuple[int, T]]) -> T:
+    """Return what ``run`` makes, with its time in ns, of the option by which it takes least; the first of equals.
+
+    Options are cost models that differ by their tensor and expert degrees, or numbers of chunks. Those by which it is
+    refused are left out; if all are, the first refusal is raised.
     """
     best: tuple[int, T] | None = None
     refusal: SeqloomError | None = None
-    for cost in costs:
+    for option in options:
         try:
-            made = run(cost)
+            made = run(option)
         except SeqloomError as error:
             refusal = refusal or error
             continue

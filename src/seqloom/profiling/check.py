@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -203,6 +204,10 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPl
         except SeqloomError as error:
             raise SeqloomError(f"{name}: document {document}: {error}") from None
         return
+    if planners.fallback.name == "pieces":  # since no group holds it whole
+        with suppress(SeqloomError):
+            planners.planner.plan(length, cost)
+            return
     cost = cost.holding(length)
     degree = max(shape.degree for shape in cost.shapes)
     capacity = max(cost.capacity(policy) for policy in cost.policies)

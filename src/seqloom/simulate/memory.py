@@ -13,7 +13,7 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes
 from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
-from seqloom.plan import Action, Group, LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
+from seqloom.plan import Action, Checkpoint, Group, LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
 from seqloom.plan.action import B, F, I, W
 from seqloom.schedules.memory import UnitMemory, memory_walk
 
@@ -21,11 +21,11 @@ _RESIDENT = UnshardMemory(0, 0, 0, 0, 0)  # the parameters of a stage stay for t
 
 
 def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
-    """int64[ranks] bytes. Pipelines of one stage: the closed form. Stages: a walk along the rows of actions."""
+    """int64[ranks] bytes. Whole documents on one stage: the closed form. Else a walk along the rows of actions."""
     peak = np.full(cost.ranks, cost.memory.idle_bytes, dtype=np.int64)
     for pipeline in plan.pipelines:
         memory = PipelineMemory(plan, cost, pipeline)
-        if len(pipeline.stages) == 1:
+        if len(pipeline.stages) == 1 and not pipeline.has_pieces(plan.documents):
             everywhere = len(plan.pipelines) == 1 and plan.sharding != Sharding.FREE  # all ranks share its parameters
             ranks = np.arange(cost.ranks) if everywhere else np.array(pipeline.ranks)
             for current in pipeline.rounds:
@@ -47,12 +47,13 @@ def peak_host_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     for pipeline in plan.pipelines:
         memory, layers = PipelineMemory(plan, cost, pipeline), pipeline.layer_ranges
         offloads = any(work.offload for current in pipeline.rounds for work in current.by_stage)
-        if offloads and len(pipeline.stages) == 1:
+        walked = len(pipeline.stages) > 1 or (offloads and pipeline.has_pieces(plan.documents))
+        if offloads and not walked:
             for current in pipeline.rounds:
                 activations = np.maximum(activations, memory.round_host_bytes(current.by_stage[0]))
         for pp_rank in range(len(pipeline.ranks_by_pp_rank)):
             stages = pipeline.stages_of(pp_rank)
-            if offloads and len(pipeline.stages) > 1:
+            if offloads and walked:
                 for held in memory.host_walk(pp_rank):
                     activations = np.maximum(activations, np.ceil(held).astype(np.int64))
             own = cost.for_stage(pipeline.stages[stages[0]]).memory
@@ -113,6 +114,9 @@ class PipelineMemory:
         plan, pipeline, unsharded = self.plan, self.pipeline, self._unsharded
         stages, layers = pipeline.stages_of(pp_rank), pipeline.layer_ranges
         memory = {s: self.cost.for_stage(pipeline.stages[s]).memory for s in stages}
+        if len(pipeline.stages) == 1 and not unsharded:  # its layers are gathered one by one
+            fixed = memory[0].fixed_bytes(MemoryPolicy(Checkpoint.NONE, plan.reduce))
+            return np.full(len(pipeline.ranks), fixed, dtype=np.float64)
         working, state = max(memory[s].working_bytes(layers[s]) for s in stages), {}
         for shard_group in plan.shard_groups_of(pipeline, pp_rank):
             sharded = {s: memory[s].state_bytes(layers[s], len(shard_group)) for s in stages if s not in unsharded}
@@ -126,7 +130,7 @@ class PipelineMemory:
         Those are the state, what micro-batches hold, and KV caches of their documents.
         """
         state, ranks = self.state_bytes(pp_rank), list(self.pipeline.ranks_by_pp_rank[pp_rank])
-        units = {(s, r): unit for s in self.pipeline.stages_of(pp_rank) for r, unit in enumerate(self._units(s))}
+        units = {(s, r): unit for s in self.pipeline.stages_of(pp_rank) for r, unit in enumerate(self.units(s))}
         row = (action for action in self.pipeline.actions[pp_rank] if action.kind in (F, B, I, W))
         weight_gradients, split = 0, set()
         for action, peak, after in memory_walk(row, lambda action: units[action.stage, action.round or 0]):
@@ -143,7 +147,7 @@ class PipelineMemory:
                 state + (np.zeros(self.cost.ranks) + after + weight_gradients + ending)[ranks],
             )
 
-    def _units(self, stage: int) -> Iterator[UnitMemory]:
+    def units(self, stage: int) -> Iterator[UnitMemory]:
         """Yield the float64[ranks] bytes of every micro-batch on a stage."""
         own, layers = self.cost.for_stage(self.pipeline.stages[stage]), self.pipeline.layer_ranges[stage]
         _, copies, layer, _, _ = self._unsharded.get(stage, _RESIDENT)

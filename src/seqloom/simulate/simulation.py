@@ -135,12 +135,12 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
 
 
 def predicted_ns(plan: Plan, cost: CostModel) -> int:
-    """Step time of a plan in ns: `Simulation.step_ns`, by the closed form where there is one (plans of one stage).
+    """Step time of a plan in ns: `Simulation.step_ns`, by the closed form for whole documents on one stage.
 
     Planners compare it, and training records it beside the measured time.
     """
     counting = _counting_ns(plan, cost)
-    if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+    if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines) and not plan.has_pieces:
         return cost.plan_ns(plan) + counting
     graph, _, stops = _dry_run(plan, cost)
     return int(stops.max(initial=0)) + end_ns(plan, cost, graph.times)[0] + counting

@@ -284,7 +284,7 @@ class Planning:
     """Which planner, for which machine, and within what memory."""
 
     planner: str = "auto"
-    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, exact, hydraulis or auto."""
+    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, pieces, exact, hydraulis or auto."""
     cluster: str = "auto"
     """A preset, a spelling such as 2x8xH200, or a file; auto: the machine that the processes run on."""
     profile: str | None = None
@@ -327,8 +327,8 @@ class Pipelining:
 
     stages: Annotated[int, Strict()] | str = 1
     """Groups of ranks that follow each other, for the whole run; 1: no pipeline; auto: the fastest for the data."""
-    chunks: Positive = 1
-    """Stages of the model that each of them holds."""
+    chunks: Positive | Literal["auto"] = 1
+    """Stages of the model that each of them holds, for the whole run; auto: the fastest for the data."""
     schedule: str = "auto"
     """Order of forwards and backwards: a name of `seqloom schedule`; auto: the fastest for every step."""
     head: Literal["last", "all", "auto"] = "auto"

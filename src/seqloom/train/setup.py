@@ -44,7 +44,7 @@ from seqloom.planners.hydraulis import (
 )
 from seqloom.planners.hydraulis.dispatch import Assignment
 from seqloom.planners.hydraulis.planner import plan_assignment
-from seqloom.planners.pipeline.planner import V_SHAPED, check_schedule
+from seqloom.planners.pipeline.planner import V_SHAPED, check_schedule, chunk_counts
 from seqloom.planners.pipeline.stage_layout import StageLayout, check_head_stages, check_stages
 from seqloom.planners.registry import PlannerChoice, fastest, parse_planner
 from seqloom.reader import read_mapping
@@ -52,7 +52,7 @@ from seqloom.simulate import predicted_ns
 from seqloom.train.config import MEASURED, Config, Data, Documents, Pipelining
 
 SAMPLED_BATCHES = 4
-"""Batches by whose predicted times `pipeline.stages`, `plan.tensor` and `plan.expert` are decided where "auto"."""
+"""Batches by whose predicted times `pipeline.stages` and `.chunks`, `plan.tensor` and `.expert` are decided."""
 HEAD_BATCHES = 2
 """Of these, batches by which `pipeline.head = "auto"` is decided."""
 STRATEGIES_FILE = "strategies.json"
@@ -71,15 +71,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.
 
 @dataclass(frozen=True, slots=True)
 class RunChoices:
-    """What a config leaves open: stores of its documents; stages, degrees, place of the optimiser, strategies."""
+    """What a config leaves open: stores of its documents; pipeline, degrees, place of the optimiser, strategies."""
 
     data: Data
-    stages: int
+    pipeline: Pipelining
     strategies: tuple[Strategy, ...]
     offload_optimiser: bool = False
     expert: int = 1
     tensor: int = 1
-    head: HeadStages = "last"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,25 +130,20 @@ class RunSetup:
         cost, sampler = costs[0], make_sampler(config, source, costs[0])
         if choices is None:
             batches = [batch.lengths for batch in sampler.peek(SAMPLED_BATCHES)]
-            stages, head, cost = choose_degrees(config, costs, batches)
+            pipeline, cost = choose_degrees(config, costs, batches)
             strategies = load_strategies(config, cost, source.lengths)
-            choices = RunChoices(data, stages, strategies, offload, cost.expert, cost.tensor, head)
+            choices = RunChoices(data, pipeline, strategies, offload, cost.expert, cost.tensor)
             config = replace(config, plan=replace(config.plan, expert=cost.expert, tensor=cost.tensor))
             sampler = sampler if cost is costs[0] else make_sampler(config, source, cost)
-        stages = choices.stages
-        planners = RunPlanners.load(config, cost, stages, choices.strategies, head=choices.head)
-        pipeline = replace(config.pipeline, stages=stages, head=choices.head) if stages > 1 else Pipelining()
-        config = replace(config, pipeline=pipeline)
+        planners = RunPlanners.load(config, cost, choices.pipeline, choices.strategies)
+        config = replace(config, pipeline=choices.pipeline)
         return cls(config, spec, source, sampler, cost, planners, _count_steps(config, source, cost))
 
     @property
     def choices(self) -> RunChoices:
         """What was chosen for this run."""
-        stages, strategies = int(self.config.pipeline.stages), self.planners.strategies
-        head: HeadStages = "all" if self.config.pipeline.head == "all" else "last"
-        return RunChoices(
-            self.config.data, stages, strategies, self.cost.offload_optimiser, self.cost.expert, self.cost.tensor, head
-        )
+        config, cost, strategies = self.config, self.cost, self.planners.strategies
+        return RunChoices(config.data, config.pipeline, strategies, cost.offload_optimiser, cost.expert, cost.tensor)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same on all ranks, by name: config, model, documents and cost model."""
@@ -385,14 +379,15 @@ def choose_optimiser_offload(config: Config, spec: ModelSpec, ranks: int, longes
 
 def _plan_longest(config: Config, costs: Sequence[CostModel], longest: int) -> None:
     """Raise MemoryBudgetError unless some plan of a run, by one of these, holds a document of so many tokens."""
-    document, stages = np.array([longest]), config.pipeline.stages
+    document, pipeline = np.array([longest]), config.pipeline
 
     def run(cost: CostModel) -> tuple[int, None]:
-        if stages == "auto":
-            choose_stages(config, cost, [document])
-        elif stages != 1 or not cost.holding(document).holds(document):
-            head = "all" if config.pipeline.head == "all" else "last"
-            RunPlanners.load(config, cost, int(stages), head=head).planner.plan(document, cost)
+        if pipeline.stages == "auto":
+            choose_pipeline(config, cost, [document])
+        elif pipeline.stages != 1 or not cost.holding(document).holds(document):
+            [(stages, chunks), *_] = stages_to_try(config, cost)
+            own = decided(pipeline, stages, chunks, "all" if pipeline.head == "all" else "last")
+            RunPlanners.load(config, cost, own).planner.plan(document, cost)
         return 0, None
 
     fastest(costs, run)
@@ -435,14 +430,12 @@ class RunPlanners:
         cls,
         config: Config,
         cost: CostModel,
-        stages: int,
+        pipeline: Pipelining,
         strategies: Sequence[Strategy] = (),
-        *,
-        head: str = "last",
     ) -> RunPlanners:
-        """Return the planners of a run with so many stages, and the head on the last or all; or with strategies."""
-        if stages > 1:
-            return cls._one_pipeline(config, cost, stages, head)
+        """Return the planners of a run with a pipeline that leaves nothing open, or with strategies."""
+        if pipeline.stages != 1:
+            return cls._one_pipeline(config, cost, pipeline)
         options = {"strategies": tuple(strategies)} if strategies else {}
         planner, static = PlannerChoice(config.plan.planner, options, config.run.seed), PlannerChoice("static")
         if cost.sharding == Sharding.FREE:
@@ -451,13 +444,19 @@ class RunPlanners:
             except SeqloomError:  # only several stages hold the longest document
                 return cls((), planner, planner, tuple(strategies))
             return cls((), planner, static, tuple(strategies))
-        everyone = Stage(tuple(range(cost.ranks)), (0, cost.model.layers), *cost.degrees)
+        everyone, longest = (
+            Stage(tuple(range(cost.ranks)), (0, cost.model.layers), *cost.degrees),
+            [cost.max_length or 1],
+        )
+        whole = cost.holding(longest).holds(longest)
+        if not whole and config.plan.planner in ("auto", "pieces"):  # only pieces of the longest document fit
+            return cls((everyone,), planner, PlannerChoice("pieces"))
         return cls((everyone,), planner, static)
 
     @classmethod
-    def _one_pipeline(cls, config: Config, cost: CostModel, stages: int, head: str) -> RunPlanners:
+    def _one_pipeline(cls, config: Config, cost: CostModel, pipeline: Pipelining) -> RunPlanners:
         """One pipeline over all ranks."""
-        chunks, schedule = config.pipeline.chunks, config.pipeline.schedule
+        stages, chunks, schedule, head = int(pipeline.stages), int(pipeline.chunks), pipeline.schedule, pipeline.head
         check_stages(cost, stages, chunks)
         if head == "all":
             check_head_stages(cost, stages, chunks)
@@ -480,70 +479,84 @@ class RunPlanners:
         return cls(placed, planner, fallback)
 
 
+def decided(pipeline: Pipelining, stages: int, chunks: int, head: HeadStages = "last") -> Pipelining:
+    """Return a pipeline with what it leaves open; with one stage there is none."""
+    return Pipelining() if stages == 1 else replace(pipeline, stages=stages, chunks=chunks, head=head)
+
+
 def choose_degrees(
     config: Config, costs: Sequence[CostModel], batches: Sequence[np.ndarray]
-) -> tuple[int, HeadStages, CostModel]:
-    """Return number of stages, place of the head, and the cost model with the run's degrees, of the shortest steps."""
+) -> tuple[Pipelining, CostModel]:
+    """Return the pipeline, and the cost model with the run's degrees, of the shortest predicted steps on `batches`."""
     if len(costs) == 1:
-        stages = choose_stages(config, costs[0], batches)
-        return stages, choose_head(config, costs[0], stages, batches), costs[0]
+        return choose_pipeline(config, costs[0], batches), costs[0]
 
-    def run(cost: CostModel) -> tuple[int, tuple[int, HeadStages, CostModel]]:
-        stages = choose_stages(config, cost, batches)
-        head = choose_head(config, cost, stages, batches)
-        planner = RunPlanners.load(config, cost, stages, head=head).planner
-        return _predicted_ns(planner, cost, batches), (stages, head, cost)
+    def run(cost: CostModel) -> tuple[int, tuple[Pipelining, CostModel]]:
+        pipeline = choose_pipeline(config, cost, batches)
+        return _predicted_ns(config, cost, pipeline, batches), (pipeline, cost)
 
     return fastest(costs, run)
 
 
-def choose_head(config: Config, cost: CostModel, stages: int, batches: Sequence[np.ndarray]) -> HeadStages:
-    """Return the config's place of the head; for "auto" that of the shortest predicted steps on some of `batches`.
+def stages_to_try(config: Config, cost: CostModel) -> list[tuple[int, int]]:
+    """Return the numbers of stages and chunks that a config leaves open, as pairs; of those it gives, one."""
+    stages, chunks, schedule = config.pipeline.stages, config.pipeline.chunks, config.pipeline.schedule
+    if stages != "auto":
+        counts = [int(stages)]
+    else:
+        counts = [count for count in range(1, cost.ranks + 1) if cost.ranks % count == 0]
+    pairs = []
+    for count in counts:
+        own = [1] if count == 1 else chunk_counts(cost, count, schedule) if chunks == "auto" else [chunks]
+        pairs += [(count, each) for each in own if stages != "auto" or count * each <= cost.model.layers]
+    return pairs
+
+
+def choose_pipeline(config: Config, cost: CostModel, batches: Sequence[np.ndarray]) -> Pipelining:
+    """Return the config's pipeline with the stages, chunks and head of the shortest predicted steps on `batches`.
+
+    What the config gives is kept. Of equals the first: fewest stages, then fewest chunks.
+    """
+    pairs = stages_to_try(config, cost)
+    if len(pairs) == 1 and config.pipeline.stages != "auto":
+        return choose_head(config, cost, decided(config.pipeline, *pairs[0]), batches)
+
+    def run(pair: tuple[int, int]) -> tuple[int, Pipelining]:
+        pipeline = choose_head(config, cost, decided(config.pipeline, *pair), batches)
+        return _predicted_ns(config, cost, pipeline, batches), pipeline
+
+    return fastest(pairs, run)
+
+
+def choose_head(config: Config, cost: CostModel, pipeline: Pipelining, batches: Sequence[np.ndarray]) -> Pipelining:
+    """Return a pipeline with the config's place of the head; for "auto" that of the shortest steps on some batches.
 
     All stages only where they hold the longest document, as they would with the head on the last.
     """
-    wanted = config.pipeline.head if stages > 1 else "last"
+    wanted = config.pipeline.head
+    if pipeline.stages == 1:
+        return pipeline
+    options: dict[HeadStages, Pipelining] = {head: replace(pipeline, head=head) for head in ("last", "all")}
     if wanted != "auto":
-        return wanted
-    times: dict[HeadStages, int] = {}
+        return options[wanted]
     try:
-        check_head_stages(cost, stages, config.pipeline.chunks)
+        check_head_stages(cost, int(pipeline.stages), int(pipeline.chunks))
     except SeqloomError:
-        return "last"
-    options: tuple[HeadStages, HeadStages] = ("last", "all")
-    for head in options:
+        return options["last"]
+    times: dict[HeadStages, int] = {}
+    for head, own in options.items():
         try:
-            planner = RunPlanners.load(config, cost, stages, head=head).planner
-            times[head] = _predicted_ns(planner, cost, batches[:HEAD_BATCHES])
-            planner.plan([cost.max_length or 1], cost)
+            times[head] = _predicted_ns(config, cost, own, batches[:HEAD_BATCHES])
+            RunPlanners.load(config, cost, own).planner.plan([cost.max_length or 1], cost)
         except SeqloomError:  # of the last stage it is said where the run plans its steps
             times.pop(head, None)
-    return min(times, key=lambda head: (times[head], head == "all"), default="last")
+    return options[min(times, key=lambda head: (times[head], head == "all"), default="last")]
 
 
-def _predicted_ns(planner: PlannerChoice, cost: CostModel, batches: Sequence[np.ndarray]) -> int:
-    """Return how long the first of these batches take together."""
+def _predicted_ns(config: Config, cost: CostModel, pipeline: Pipelining, batches: Sequence[np.ndarray]) -> int:
+    """Return how long the first of these batches take together in a pipeline."""
+    planner = RunPlanners.load(config, cost, pipeline).planner
     return sum(predicted_ns(planner.plan(batch, cost), cost) for batch in batches[:SAMPLED_BATCHES])
-
-
-def choose_stages(config: Config, cost: CostModel, batches: Sequence[np.ndarray]) -> int:
-    """Return the config's number of stages; for "auto" the one with the shortest predicted steps on `batches`."""
-    stages = config.pipeline.stages
-    if isinstance(stages, int):
-        return stages
-    most = min(cost.ranks, cost.model.layers // config.pipeline.chunks)
-    times: dict[int, int] = {}
-    refusal: SeqloomError | None = None
-    for count in [count for count in range(1, most + 1) if cost.ranks % count == 0]:
-        try:
-            head = choose_head(config, cost, count, batches)
-            planner = RunPlanners.load(config, cost, count, head=head).planner
-            times[count] = _predicted_ns(planner, cost, batches)
-        except SeqloomError as error:
-            refusal = refusal or error
-    if not times:
-        raise refusal or SeqloomError("no documents to choose the number of stages by; give it in pipeline.stages")
-    return min(times, key=lambda count: (times[count], count))
 
 
 # ---- Strategies

@@ -184,7 +184,10 @@ def _slower(planned, ns):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--set", "plan.capacity=16"), "document 8 has 100 tokens, but the largest group (4 ranks x 16 tokens) holds"),
+        (
+            ("--set", "plan.capacity=16", "--set", "plan.planner=flex"),
+            "document 8 has 100 tokens, but the largest group (4 ranks x 16 tokens) holds",
+        ),
         (("--batches", "0"), "0 batches to look at"),
         (("--ranks", "-1"), "--ranks -1; give 1 or more"),
         (("--ranks", "2", "--set", "plan.cluster=1x4xCPU"), "has 4 ranks, the run has 2"),

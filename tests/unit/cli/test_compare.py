@@ -13,6 +13,7 @@ FIGURES = {
     "bound_ms",
     "plan_ms",
     "rounds",
+    "chunks",
     "tensor",
     "expert",
     "comm_share",

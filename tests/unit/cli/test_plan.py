@@ -15,6 +15,7 @@ FIGURES = {
     "bound_ms",
     "plan_ms",
     "rounds",
+    "chunks",
     "tensor",
     "expert",
     "comm_share",
@@ -45,6 +46,16 @@ def test_text_and_picture_name_the_cost_model_the_gap_and_the_file(run, refused,
     assert result.err == ""
     assert (folder / "plan.svg").read_text().startswith("<svg")
     assert "ends in .svg or .png or .pdf" in refused(f"{PLAN} --picture plan.gif")
+
+
+def test_the_number_of_chunks_is_chosen_and_named(run, refused):
+    line = "plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --max-length 8000 --planner"
+    chosen = run(f"{line} pipeline:4 --chunks auto --json").json
+    times = {chunks: run(f"{line} pipeline:4 --chunks {chunks} --json").json["step_ms"] for chunks in (1, 2, 4)}
+    assert chosen["chunks"] == min(times, key=times.get) and chosen["step_ms"] == min(times.values())
+    assert ", 2 chunks per pipeline rank, " in run(f"{line} pipeline:4 --chunks 2").out
+    assert "--chunks '0'; give 1, 2, 4, ... or auto" in refused(f"{line} pipeline --chunks 0")
+    assert "--chunks auto with flex: only planner pipeline divides" in refused(f"{line} flex --chunks auto")
 
 
 def test_the_report_of_a_plan_and_of_its_file_hold_the_printed_figures(run, refused, folder):

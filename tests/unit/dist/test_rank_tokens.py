@@ -100,6 +100,13 @@ def test_a_document_in_two_places():
         bind(work_of(Group((0,), 1, 1, (LONG,)), Group((1,), 1, 1, (Span(0, 16, 20),))), RankOnly(0))
 
 
+def test_a_later_piece_without_the_keys_of_the_earlier_ones():
+    work = work_of(Group((0,), 1, 1, (Span(0, 16, 20),)))
+    with pytest.raises(SeqloomError, match="document 0 from token 16 on: attention needs the keys of its earlier"):
+        bind(work, RankOnly(0))
+    assert bind(work, RankOnly(0), independent_tokens=True).tokens == 4
+
+
 def test_an_attention_layout_other_than_the_derived_one():
     work = work_of(Group((0, 1), 1, 2, (LONG,)))
     same = work.attention_layout()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from seqloom.api import chunk_count
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.planners import PLANNERS, make_plan, plan_batches
@@ -98,6 +99,18 @@ def test_a_run_has_one_static_degree_and_names_as_given():
     assert seen == [(name, index) for name in ("static", "static:8", "auto") for index in (0, 1)]
     assert all(planned.plan_ns > 0 for batch in found for planned in batch.values())
     assert plan_batches(["flex"], [], COST) == []
+
+
+def test_a_run_has_one_number_of_chunks():
+    batches = [np.full(16, 900), np.array([9_000, 300, 200, 100])]
+    cost = roomy_cost_model("1x8xH200", "llama3-8b", None, "full", 0)
+    found = plan_batches(["pipeline:4", "flex"], batches, cost, chunks="auto")
+    each = {chunks: plan_batches(["pipeline:4"], batches, cost, chunks=chunks) for chunks in (1, 2, 4)}
+    times = {chunks: sum(predicted_ns(row["pipeline:4"].plan, cost) for row in rows) for chunks, rows in each.items()}
+    best = min(times, key=times.get)
+    assert [row["pipeline:4"].plan for row in found] == [row["pipeline:4"].plan for row in each[best]]
+    assert {chunk_count(row["pipeline:4"].plan) for row in each[4]} == {4}
+    assert all(chunk_count(row["flex"].plan) == 1 for row in found)
 
 
 @pytest.mark.parametrize("cluster", ["3x4xH100", "2x6xH100", "1x6xH100", "3x8xH100"])

@@ -1,6 +1,7 @@
 """From a config to the parts of a run: planners and stages, strategies, packed batches."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from seqloom.train.setup import (
     RunPlanners,
     RunSetup,
     choose_head,
-    choose_stages,
+    choose_pipeline,
+    decided,
     load_strategies,
     mean_step_tokens,
     strategy_notes,
@@ -46,16 +48,33 @@ def pipeline_config(planner="auto", **pipeline):
     return Config(*parts, Pipelining(**pipeline))
 
 
+def step_times(config, prices, pipeline):
+    """Predicted ns of all batches, in a pipeline that leaves nothing open."""
+    planner = RunPlanners.load(config, prices, pipeline).planner
+    return sum(predicted_ns(planner.plan(batch, prices), prices) for batch in BATCHES)
+
+
 def cost(cluster="1x4xCPU", sharding="full", layers=4):
     spec = replace(ModelSpec.load(str(RECIPES / "models" / "tiny.toml")), layers=layers, windows=())
     return CostModel(Cluster.parse(cluster), spec, sharding=sharding, max_length=1024)
 
 
 def test_without_a_pipeline_the_config_s_planner_plans_and_static_is_the_fallback():
-    planners = RunPlanners.load(pipeline_config("flex"), cost(), 1)
+    planners = RunPlanners.load(pipeline_config("flex"), cost(), Pipelining())
     assert planners == RunPlanners(
         (Stage((0, 1, 2, 3), (0, 4)),), PlannerChoice("flex", seed=3), PlannerChoice("static")
     )
+
+
+@pytest.mark.parametrize(
+    ("planner", "capacity", "fallback"),
+    [("auto", 64, "pieces"), ("pieces", 64, "pieces"), ("flex", 64, "static"), ("auto", 512, "static")],
+)
+def test_where_only_pieces_of_the_longest_document_fit_pieces_are_the_fallback(planner, capacity, fallback):
+    tight = CostModel(cost().cluster, cost().model, max_length=1024, capacity=capacity)
+    planners = RunPlanners.load(pipeline_config(planner), tight, Pipelining())
+    assert planners.fallback == PlannerChoice(fallback)
+    assert planners.fallback.plan([1024 if fallback == "pieces" or capacity == 512 else 200], tight).tokens
 
 
 def gpu_run(spec, cluster, offload="auto", stages=1, sharding="full"):
@@ -104,7 +123,7 @@ def test_an_optimiser_that_may_not_leave_is_refused_with_the_way_out():
     ],
 )
 def test_all_plans_of_a_run_have_its_stages(pipeline, plain):
-    planners = RunPlanners.load(pipeline_config(**pipeline), cost(), pipeline["stages"])
+    planners = RunPlanners.load(pipeline_config(), cost(), Pipelining(**pipeline, head="last"))
     assert planners.fallback.options["schedule"] == plain
     for batch in BATCHES:
         for each in (planners.planner, planners.fallback):
@@ -124,22 +143,60 @@ def test_all_plans_of_a_run_have_its_stages(pipeline, plain):
 )
 def test_stages_that_cannot_be_are_refused(changes, pipeline, message):
     with pytest.raises(SeqloomError, match=message):
-        given = pipeline_config(**pipeline), cost(**changes), pipeline["stages"]
-        RunPlanners.load(*given, head=pipeline.get("head", "last"))
+        RunPlanners.load(pipeline_config(), cost(**changes), Pipelining(**({"head": "last"} | pipeline)))
 
 
 def test_auto_takes_the_fastest_number_of_stages():
     run, prices = pipeline_config("static", stages="auto"), cost()
     times = {}
     for stages in (1, 2, 4):
-        planner = RunPlanners.load(run, prices, stages).planner
-        times[stages] = sum(predicted_ns(planner.plan(batch, prices), prices) for batch in BATCHES)
-    assert choose_stages(run, prices, BATCHES) == min(times, key=times.get)
+        times[stages] = step_times(run, prices, choose_head(run, prices, decided(run.pipeline, stages, 1), BATCHES))
+    assert choose_pipeline(run, prices, BATCHES).stages == min(times, key=times.get)
 
 
-def test_auto_leaves_out_what_the_layers_do_not_allow():
-    assert choose_stages(pipeline_config("static", stages="auto"), cost(layers=1), BATCHES) == 1
-    assert choose_stages(pipeline_config("static", stages="auto", chunks=4), cost(layers=4), BATCHES) == 1
+@pytest.mark.parametrize(("layers", "chunks"), [(1, 1), (4, 4), (2, 4), (1, "auto")])
+def test_auto_leaves_out_what_the_layers_do_not_allow(layers, chunks):
+    run = pipeline_config("static", stages="auto", chunks=chunks)
+    assert choose_pipeline(run, cost(layers=layers), BATCHES) == Pipelining()
+
+
+@pytest.mark.parametrize(
+    ("given", "chunks"),
+    [
+        ({"stages": 2}, [1, 2, 4]),
+        ({"stages": 4}, [1, 2]),
+        ({"stages": 2, "schedule": "interleaved"}, [2, 4]),
+        ({"stages": 2, "schedule": "zb-v"}, [2]),
+        ({"stages": 2, "head": "all"}, [1]),
+    ],
+)
+def test_auto_takes_the_fastest_number_of_chunks_that_schedule_and_head_allow(given, chunks):
+    prices, times = cost(layers=8), {}
+    for count in (1, 2, 4):
+        run = pipeline_config(**given, chunks=count)
+        with suppress(SeqloomError):
+            own = decided(run.pipeline, given["stages"], count)
+            times[count] = step_times(run, prices, choose_head(run, prices, own, BATCHES))
+    found = choose_pipeline(pipeline_config(**given, chunks="auto"), prices, BATCHES)
+    assert list(times) == chunks and found.chunks == min(times, key=times.get)
+
+
+def test_auto_chooses_stages_and_chunks_together():
+    run, prices, times = pipeline_config("static", stages="auto", chunks="auto", head="last"), cost(layers=8), {}
+    for pair in [(1, 1), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]:
+        times[pair] = step_times(run, prices, decided(run.pipeline, *pair))
+    found = choose_pipeline(run, prices, BATCHES)
+    assert (found.stages, found.chunks) == min(times, key=times.get)
+    assert len(set(times.values())) > 1
+
+
+def test_all_ranks_have_the_chunks_that_the_first_chose():
+    changes = ["pipeline.stages=2", "pipeline.chunks=auto", "data.source=toy:40", "data.max_length=300"]
+    config = Config.load(RECIPES / "pipeline-cpu.toml", changes)
+    setup = RunSetup.load(config, 4)
+    stages = [stage for stage in setup.planners.stages if stage.layer_count]
+    assert setup.choices.pipeline.chunks == setup.config.pipeline.chunks == len(stages) // 2
+    assert RunSetup.load(config, 4, setup.choices).fingerprint() == setup.fingerprint()
 
 
 def test_a_run_that_was_left_open_goes_on_with_a_number():
@@ -153,14 +210,14 @@ def test_auto_takes_the_faster_place_of_the_head_and_keeps_it():
     run, prices = pipeline_config(stages=4), cost()
     times = {}
     for head in ("last", "all"):
-        planner = RunPlanners.load(run, prices, 4, head=head).planner
-        times[head] = sum(predicted_ns(planner.plan(batch, prices), prices) for batch in BATCHES[:2])
-    assert choose_head(run, prices, 4, BATCHES) == min(times, key=times.get)
-    assert choose_head(pipeline_config(stages=4, head="all"), prices, 4, BATCHES) == "all"
-    assert choose_head(pipeline_config(stages=2, chunks=2), prices, 2, BATCHES) == "last"
+        times[head] = step_times(run, prices, replace(run.pipeline, head=head))
+    assert choose_head(run, prices, run.pipeline, BATCHES).head == min(times, key=times.get)
+    for given, head in (({"stages": 4, "head": "all"}, "all"), ({"stages": 2, "chunks": 2}, "last")):
+        run = pipeline_config(**given)
+        assert choose_head(run, prices, run.pipeline, BATCHES).head == head
     changes = ["pipeline.head=all", "data.source=toy:40", "data.max_length=300"]
     setup = RunSetup.load(Config.load(RECIPES / "pipeline-cpu.toml", changes), 4)
-    assert setup.choices.head == "all" and len(setup.planners.stages) == 8
+    assert setup.choices.pipeline.head == "all" and len(setup.planners.stages) == 8
 
 
 @pytest.mark.parametrize("stages", ["1", pytest.param("auto", marks=pytest.mark.slow)])

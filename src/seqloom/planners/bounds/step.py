@@ -68,7 +68,7 @@ MAX_MIXED_ROUNDS = 12
 
 
 def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
-    """A time in ns, with the step's overhead, that no plan of one stage for these documents beats.
+    """A time in ns, with the step's overhead, that no plan of one stage and whole documents beats.
 
     Plans that offload activations count where nothing else holds the documents, see `CostModel.holding`. SeqloomError
     if no plan can hold them.
@@ -633,8 +633,7 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
     if cost.speeds and (len(stages) > 1 or unshard_times_by_stage(cost, plan.pipelines[0])):
         return None
     if len(stages) == 1 and not unshard_times_by_stage(cost, plan.pipelines[0]):
-        spans = sum(len(group.spans) for entry in plan.pipelines[0].rounds for group in entry.groups)
-        if spans > len(plan.documents):
+        if plan.has_pieces:
             return None
         own = cost.for_stage(stages[0])
         offloads = any(work.offload for entry in plan.pipelines[0].rounds for work in entry.by_stage)

@@ -181,6 +181,19 @@ def equal_cuts(
         count -= 1
 
 
+def even_tokens(costs: DocumentCosts, document: int, shape: GroupShape, max_tokens: int) -> tuple[Span, ...]:
+    """Cut a document into the fewest pieces of equal tokens that fit, at multiples as `cut_document` does."""
+    length, multiple = int(costs.lengths[document]), _shared_multiple(costs.cost, shape)
+    pieces = -(-length // max(1, max_tokens * shape.degree))
+    step = -(-length // (pieces * multiple)) * multiple
+    return tuple(Span(document, start, min(start + step, length)) for start in range(0, length, step))
+
+
+def _shared_multiple(cost: CostModel, shape: GroupShape) -> int:
+    """Tokens whose multiples the ranks of a group of this shape share evenly."""
+    return cost.pad_multiple * shape.degree * (2 if shape.ring > 1 else 1)
+
+
 def cut_document(
     costs: DocumentCosts, document: int, shape: GroupShape, pieces: int, max_tokens: int
 ) -> tuple[Span, ...]:
@@ -190,7 +203,7 @@ def cut_document(
     short. Where pieces of equal time cannot be so short, since time hardly depends on tokens, they have equal tokens.
     """
     length = int(costs.lengths[document])
-    multiple = costs.cost.pad_multiple * shape.degree * (2 if shape.ring > 1 else 1)
+    multiple = _shared_multiple(costs.cost, shape)
     step = max(multiple, -(-length // GRID))
     grid = np.minimum(np.arange(0, length + step, step), length)
     time = stage_tables(grid, costs.cost, costs.layout, costs.policy, (shape,)).cost.max(axis=0)[0].tolist()
@@ -214,15 +227,19 @@ def cut_document(
 
 
 def place_long_sequences(
-    costs: DocumentCosts, targets_ns: Mapping[int, int], degree: int, max_tokens: int
+    costs: DocumentCosts, targets_ns: Mapping[int, int], degree: int, max_tokens: int, *, equal_tokens: bool = False
 ) -> list[Chain]:
     """Cut the documents that are too long for one micro-batch, and place them in chains, those with most pieces first.
 
-    ``targets_ns`` has the time of a piece of every such document; a micro-batch has ``max_tokens`` on a rank.
+    ``targets_ns`` has the time of a piece of every such document; a micro-batch has ``max_tokens`` on a rank. Or pieces
+    are as few as memory allows, with ``equal_tokens``.
     """
     cuts = {}
     for k, target_ns in targets_ns.items():
         shape = costs.fastest_shape(k, degree, target_ns)
+        if equal_tokens:
+            cuts[k] = shape, even_tokens(costs, k, costs.shapes[shape], max_tokens)
+            continue
         by_memory = -(-int(costs.tokens[k]) // (max_tokens * degree))
         pieces = max(-(-int(costs.document_ns[shape, k]) // target_ns), by_memory)
         cuts[k] = shape, cut_document(costs, k, costs.shapes[shape], pieces, max_tokens)

@@ -37,6 +37,7 @@ class MicroBatchSize(NamedTuple):
     warmup: int = 0  # Small micro-batches of each of `WARMUP_SHARES`, so that the last stage has work sooner
     pack_percent: int = 100  # Time of packs, in percent of the target; a document that takes no more stays whole
     later_percent: int = 100  # The same of pieces of sequences with less than half the work of the longest
+    equal_tokens: bool = False  # Pieces have equal tokens, as many as fit, in place of equal time
 
 
 class MicroBatches(NamedTuple):
@@ -56,7 +57,7 @@ def make_micro_batches(costs: DocumentCosts, size: MicroBatchSize) -> MicroBatch
     half = max(long.values(), default=0) // 2
     later_ns = max(1, target_ns * size.later_percent // 100)
     targets = {k: target_ns if time >= half else later_ns for k, time in long.items()}
-    chains = place_long_sequences(costs, targets, degree, max_tokens)
+    chains = place_long_sequences(costs, targets, degree, max_tokens, equal_tokens=size.equal_tokens)
     in_pieces = [groups for chain in chains for groups in chain]
     short = sorted(np.flatnonzero(shape_of >= 0).tolist(), key=lambda k: (-int(costs.tokens[k]), k))
     first = [

@@ -8,8 +8,10 @@ micro-batches take policies that store less until they fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -47,6 +49,8 @@ PIECEWISE = ("seq1f1b", "seq1f1b-i")
 """Names of 1f1b and interleaved for sequences in pieces."""
 SCHEDULES = tuple(dict.fromkeys((*SCHEDULE_NAMES, "balanced")))
 
+CHUNKS = (1, 2, 4)
+"""Stages of a pp_rank to try: with more, messages of short stages outweigh the shorter bubble."""
 PIECES = (1, 2, 4, 8, 16, 32)
 """Pieces of the longest document to try."""
 ROUNDS_PER_STAGE = (2, 4)
@@ -87,7 +91,7 @@ def plan_pipeline(
     cost: CostModel,
     *,
     stages: int | None = None,
-    chunks: int = 1,
+    chunks: int | str = 1,
     pieces: int | None = None,
     schedule: str = "auto",
     layers: Sequence[int] | None = None,
@@ -97,7 +101,7 @@ def plan_pipeline(
 
     Args:
         stages: number of pp_ranks, with equally many ranks each; None takes the best of 2, 4 and 8.
-        chunks: stages of every pp_rank.
+        chunks: stages of every pp_rank; ``auto`` takes the fastest of `chunk_counts`.
         pieces: of the longest document; None tries several numbers.
         schedule: name of a schedule, or ``auto`` for the best of several.
         layers: of every stage; None balances the stages' times, see `stage_layers`.
@@ -113,9 +117,20 @@ def plan_pipeline(
             "token would see later pieces, whose keys do not exist yet; plan whole documents, with one stage (flex, "
             "zones) or with hydraulis"
         )
+    if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int | np.integer)):
+        raise SeqloomError(f"chunks {chunks!r}; give 1, 2, 4, ... or 'auto'")
     if stages is None:
         given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers, "head": head}
         return _best_number_of_stages(lambda n: plan_pipeline(array, cost, stages=n, **given), cost, chunks)
+    if chunks == "auto":
+        given = {"stages": stages, "pieces": pieces, "schedule": schedule, "layers": layers, "head": head}
+        counts = chunk_counts(cost, stages, schedule)
+        return _fastest_plan([partial(plan_pipeline, array, cost, chunks=n, **given) for n in counts], cost)
+    if stages == 1:
+        raise SeqloomError(
+            "a pipeline of 1 stage: all ranks have all layers, and nothing flows; give 2 stages or more, or take "
+            "planner pieces for long documents in pieces on one stage"
+        )
     check_stages(cost, stages, chunks)
     schedules = schedules_to_try(schedule, chunks)
     check_schedule(schedule, stages, chunks)
@@ -124,8 +139,8 @@ def plan_pipeline(
             f"{pieces} pieces of a longest sequence of {array.max()} tokens; give 1 to {array.max()}, or leave it out"
         )
     if head == "auto":
-        given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
-        return _faster_head(lambda each: plan_pipeline(array, cost, stages=stages, head=each, **given), cost)
+        given = {"stages": stages, "chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
+        return _fastest_plan([partial(plan_pipeline, array, cost, head=each, **given) for each in HEADS[:2]], cost)
     shape = {"v_shape": schedule in V_SHAPED, "head_stages": head == "all"}
     layout = StageLayout.of(cost, stages, chunks, layers, **shape)
     search = PipelineSearch(cost, layout, array, schedules, pieces)
@@ -137,10 +152,10 @@ def plan_pipeline(
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
-def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks: int) -> Plan:
+def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks: int | str) -> Plan:
     """The fastest plan over the usual numbers of stages; if all are refused, the last refusal."""
-    width = max(cost.tensor, cost.expert)
-    options = [n for n in USUAL_STAGES if cost.ranks % (n * width) == 0 and n * chunks <= cost.model.layers]
+    width, least = max(cost.tensor, cost.expert), 1 if chunks == "auto" else int(chunks)
+    options = [n for n in USUAL_STAGES if cost.ranks % (n * width) == 0 and n * least <= cost.model.layers]
     if not options:
         raise SeqloomError(
             f"{cost.ranks} ranks and {cost.model.layers} layers cannot be cut into 2, 4 or 8 stages; "
@@ -156,18 +171,32 @@ def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks:
     return min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
-def _faster_head(plan: Callable[[str], Plan], cost: CostModel) -> Plan:
-    """The faster of the plans with the head on the last stage and on all; the refusal of the former if neither fits."""
-    plans: list[Plan] = []
+def chunk_counts(cost: CostModel, stages: int, schedule: str = "auto") -> list[int]:
+    """Numbers of chunks that ``auto`` chooses from: those of `CHUNKS` that layers and schedule allow.
+
+    [1] where they allow none: whoever plans with it says why.
+    """
+    found = []
+    for chunks in CHUNKS:
+        with suppress(SeqloomError):
+            check_stages(cost, stages, chunks)
+            check_schedule(schedule, stages, chunks)
+            found.append(chunks)
+    return found or [1]
+
+
+def _fastest_plan(plans: Iterable[Callable[[], Plan]], cost: CostModel) -> Plan:
+    """The fastest of the plans that these make, the first of equals; the first refusal if all are refused."""
+    made: list[Plan] = []
     refusal: SeqloomError | None = None
-    for head in ("last", "all"):
+    for plan in plans:
         try:
-            plans.append(plan(head))
+            made.append(plan())
         except SeqloomError as error:
             refusal = refusal or error
-    if not plans and refusal is not None:
+    if not made and refusal is not None:
         raise refusal
-    return min(plans, key=lambda plan: predicted_ns(plan, cost))
+    return min(made, key=lambda plan: predicted_ns(plan, cost))
 
 
 def schedules_to_try(schedule: str, chunks: int) -> tuple[str, ...]:

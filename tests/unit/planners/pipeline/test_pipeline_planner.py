@@ -1,6 +1,7 @@
 """Planner `pipeline`: valid plans within memory, never slower than the strict orders, above the bound; refusals."""
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -19,7 +20,7 @@ from seqloom.planners import make_plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.explain import explain
 from seqloom.planners.pipeline import plan_pipeline, stage_layers
-from seqloom.planners.pipeline.planner import Candidate, PipelineSearch
+from seqloom.planners.pipeline.planner import Candidate, PipelineSearch, chunk_counts
 from seqloom.planners.pipeline.recompute_offload import ActivationMemory, ActivationPolicy, MicroBatchCosts
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.planners.zones import plan_zones
@@ -68,6 +69,33 @@ def test_never_slower_than_the_fixed_schedules(lengths, stages, budget):
     ours = predicted_ns(plan_pipeline(lengths, cost, stages=stages), cost)
     for schedule in ("1f1b", "seq1f1b"):
         assert ours <= predicted_ns(plan_pipeline(lengths, cost, stages=stages, schedule=schedule), cost)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "balanced", "interleaved", "zb-v"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_auto_takes_the_fastest_number_of_chunks(schedule, seed):
+    cost, lengths, times = cost_of(), lengths_of(seed, longest=6_000), {}
+    for chunks in (1, 2, 4):
+        with suppress(SeqloomError):
+            plan = plan_pipeline(lengths, cost, stages=2, chunks=chunks, schedule=schedule)
+            times[chunks] = predicted_ns(plan, cost)
+    best = plan_pipeline(lengths, cost, stages=2, chunks="auto", schedule=schedule)
+    assert predicted_ns(best, cost) == min(times.values()) and len(best.pipelines[0].stages) % 2 == 0
+    assert list(times) == {"interleaved": [2, 4], "zb-v": [2]}.get(schedule, [1, 2, 4])
+
+
+def test_chunks_need_layers_and_a_number():
+    cost, lengths = cost_of(layers=8), lengths_of(1, longest=6_000)
+    assert chunk_counts(cost, 2) == [1, 2, 4] and chunk_counts(cost, 4) == [1, 2] and chunk_counts(cost, 8) == [1]
+    assert chunk_counts(cost, 3) == chunk_counts(cost, 8, "zb-v") == [1]  # refused where they are planned with
+    assert len(plan_pipeline(lengths, cost, stages=8, chunks="auto").pipelines[0].stages) == 8
+    with pytest.raises(SeqloomError, match="3 stages on 8 ranks"):
+        plan_pipeline(lengths, cost, stages=3, chunks="auto")
+    with pytest.raises(SeqloomError, match=r"a pipeline of 1 stage: .* take planner pieces"):
+        make_plan("pipeline:1", lengths, cost)
+    for chunks in ("two", 1.5, True):
+        with pytest.raises(SeqloomError, match=re.escape(f"chunks {chunks!r}; give 1, 2, 4, ... or 'auto'")):
+            plan_pipeline(lengths, cost, stages=2, chunks=chunks)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "terapipe", "seq1f1b", "seq1f1b-zb", "balanced"])
