@@ -173,7 +173,7 @@ def _figures(planned: PredictedSteps) -> dict[str, Any]:
     steps = [each["step_ms"] for each in figures]
     return {
         "step_ms": steps,
-        "bound_ms": [each["bound_ms"] or each["step_ms"] for each in figures],
+        "bound_ms": [each["bound_ms"] for each in figures],
         "gap": planned.gaps,
         "rounds": [each["rounds"] for each in figures],
         "plan_ms": [each["plan_ms"] for each in figures],
@@ -276,12 +276,13 @@ def _table(planned: list[PredictedSteps]) -> Table:
     names = ("planner", "step ms", "worst ms", "gap %", "worst %", "rounds", "peak GiB", "plan ms")
     table = table_of(names, left=("planner",))
     for each in planned:
+        proven = [gap for gap in each.gaps if gap is not None]
+        gaps = [percent(median(proven)), percent(max(proven))] if proven else ["not proven"] * 2
         table.add_row(
             each.planner,
             milliseconds(median(each.step_ns)),
             milliseconds(max(each.step_ns)),
-            percent(median(each.gaps)),
-            percent(max(each.gaps)),
+            *gaps,
             f"{median(one.plan.rounds for one in each.evaluations):g}",
             f"{max(one.peak_memory_gib for one in each.evaluations):.3g}",
             milliseconds(median(each.planning_ns)),

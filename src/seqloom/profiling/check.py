@@ -98,9 +98,9 @@ class PredictedSteps:
         return [each.simulation.step_ns for each in self.evaluations]
 
     @property
-    def gaps(self) -> list[float]:
-        """How far each step is above its lower bound, as a share of the bound; 0 where nothing is proven."""
-        return [each.gap or 0.0 for each in self.evaluations]
+    def gaps(self) -> list[float | None]:
+        """How far each step is above its lower bound, as a share of the bound; None where nothing is proven."""
+        return [each.gap for each in self.evaluations]
 
     @property
     def planning_ns(self) -> list[int]:

@@ -145,6 +145,14 @@ def test_a_table_for_people(run, settings):
         assert words in result.out
 
 
+def test_no_bound_is_claimed_where_none_is_proven(run):
+    """A document of 2,048 tokens runs in pieces, since no group holds it whole."""
+    words = ("--set", "plan.planner=pieces", "--set", "plan.capacity=256", "--batches", "1")
+    assert "not proven" in run("check", str(RECIPE), *words).out
+    figures = run("check", str(RECIPE), *words, "--json").json["planners"]["pieces"]
+    assert figures["gap"] == figures["bound_ms"] == [None]
+
+
 def test_static_is_not_compared_with_itself(run, settings):
     report = run("check", str(RECIPE), *settings, "--set", "plan.planner=static:4", "--json", "--batches", "1").json
     assert list(report["planners"]) == ["static:4"]
