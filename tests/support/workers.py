@@ -49,7 +49,7 @@ class WorkerError(SeqloomError):
 
 
 MOST_GROUPS = 60
-"""Process groups of a worker; those of its worlds are about 30."""
+"""Process groups of a worker on a GPU; those of its worlds are about 30."""
 
 
 def family_of(ranks: int) -> GroupFamily:
@@ -60,8 +60,11 @@ def family_of(ranks: int) -> GroupFamily:
 class Workers:
     """`size` processes of one thread each on this machine, with gloo between them or NCCL. They start at the first run.
 
-    Meshes that tasks make stay, since torch caches what it computes with them. Each of their groups takes tens of MiB
-    of a GPU, so a pool that has many ends after a run, and the next run starts it anew.
+    Meshes that tasks make stay, since torch caches what it computes with them. With NCCL each of their groups takes
+    tens of MiB, so a pool that has `MOST_GROUPS` ends after a run, and the next run starts it anew.
+
+    Attributes:
+        groups: process groups of the process that has most.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Workers:
         self.size = size
         self._timeout_s = timeout_s
         self._enter, self._on_gpu = enter, on_gpu
-        self._groups = 0  # of the process that has most
+        self.groups = 0
         self._workers: list[_Worker] = []
         self._folder = ""
 
@@ -116,7 +119,7 @@ class Workers:
             for worker in self._workers:
                 worker.pipe.send_bytes(task)
             results = self._collect(ranks, self._timeout_s if timeout_s is None else timeout_s)
-            if self._groups > MOST_GROUPS:
+            if self._on_gpu and self.groups > MOST_GROUPS:
                 self.close()
             return results
         except BaseException:
@@ -130,7 +133,7 @@ class Workers:
         for worker in self._workers:
             worker.process.join()
             worker.pipe.close()
-        self._workers, self._groups = [], 0
+        self._workers, self.groups = [], 0
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -155,7 +158,7 @@ class Workers:
             for pipe in ready:
                 worker = silent.pop(cast("Connection", pipe))
                 fine, value, groups = worker.answer()
-                self._groups = max(self._groups, groups)
+                self.groups = max(self.groups, groups)
                 (results if fine else errors)[worker.rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + GRACE_S)

@@ -387,14 +387,7 @@ def _keyed_dropout(context: Context, options: AttentionOptions, layer: int | Non
 
 def check_pieces(context: Context, group: Group, options: AttentionOptions) -> None:
     """Refuse documents whose other pieces cannot be reached."""
-    for document, start, _ in group.spans:
-        if document not in context.pieces:
-            if start > 0:
-                raise SeqloomError(
-                    f"document {document} begins at token {start} in this round: the keys before it are in another "
-                    "round; bind with pieces= of the plan and kv_cache= of the step, or plan whole documents"
-                )
-            continue
+    for document in sorted({span.document for span in group.spans} & context.pieces.keys()):
         if not isinstance(context.kv_cache, KVCache):
             raise SeqloomError(
                 f"document {document} is in pieces, and the context has {context.kv_cache!r} to keep keys from one to "

@@ -201,7 +201,7 @@ def test_a_kv_cache_must_be_given():
     with pytest.raises(SeqloomError, match=r"document 0 is in pieces.*None.*kv_cache=one KVCache\(\)"):
         forward(bind(work, SingleRankTransport(), pieces={0: PIECES}))
     late = StageMicroBatch((Group((0,), 1, 1, (PIECES[1],)),), Checkpoint.NONE)
-    with pytest.raises(SeqloomError, match=r"begins at token 12.*pieces= of the plan"):
+    with pytest.raises(SeqloomError, match=r"from token 12 on: .*pieces_of_plan\(plan\)"):
         forward(bind(late, SingleRankTransport(), kv_cache=KVCache()))
 
 
