@@ -144,7 +144,7 @@ class PiecesSearch:
         seen: set[tuple[StageGroups, ...]] = set()
         for size in self._sizes(costs, pieces):
             micro_batches = make_micro_batches(costs, size)
-            if micro_batches.groups in seen or len(micro_batches.groups) > max(MAX_ROUNDS, len(self.lengths)):
+            if micro_batches.groups in seen or len(micro_batches.groups) > self._most_rounds:
                 continue
             seen.add(micro_batches.groups)
             if (works := self._with_checkpoints(micro_batches)) is not None:
@@ -165,7 +165,13 @@ class PiecesSearch:
             longest_ns, tokens = costs.longest_ns(degree), -(-int(costs.tokens.max()) // degree)
             sizes = [most // share for share in SHARES] if pieces is None else [min(most, -(-tokens // pieces))]
             for held in (max(self.cost.pad_multiple, size) for size in sizes):
-                yield MicroBatchSize(degree, max(1, longest_ns // -(-tokens // held)), held, equal_tokens=True)
+                rounds = -(-tokens // held)  # of the longest document
+                if rounds <= self._most_rounds:
+                    yield MicroBatchSize(degree, max(1, longest_ns // rounds), held, equal_tokens=True)
+
+    @property
+    def _most_rounds(self) -> int:
+        return max(MAX_ROUNDS, len(self.lengths))
 
     def _with_checkpoints(self, micro_batches: MicroBatches) -> list[StageMicroBatch] | None:
         """The rounds with the fastest checkpoints that fit; None: some do not fit under any."""
