@@ -1,6 +1,6 @@
 """40 random plans of all kinds as real steps on CPU processes: each step predicted beside measured.
 
-Fixed before measuring: the model below, Wikipedia, GitHub and ProLong lengths cut at 4K in turn, two documents a rank
+Fixed before measuring: the model below, Wikipedia, GitHub and ProLong lengths cut at 1K in turn, two documents a rank
 and step. The machine is measured first (`profiling.calibration`) on plans that are none of these. A plan is drawn by
 its kind, below, with a batch of its own; all plans of a kind run once to warm up, then in turns, and the median step of
 each counts. A step is bind, moving parameters if they move, forward, backward, reduction, clipping and AdamW; its time
@@ -40,7 +40,7 @@ from seqloom.profiling.calibration import Calibrator, StepTimer
 from seqloom.simulate import predicted_ns
 
 SOURCES = ("wikipedia", "github", "prolong")
-LONGEST, PER_RANK, TURNS = 4_096, 2, 5
+LONGEST, PER_RANK, TURNS = 1_024, 2, 5
 COUNTS = {"groups": 14, "sharded": 6, "stages": 12, "strategies": 8}
 PLANNERS = ("static", "adaptive", "flex", "zones", "hbp", "te-cp", "llama-cp", "hybrid-dp", "zeppelin", "wlb-llm")
 ORDERS = ("1f1b", "seq1f1b", "zb-h1", "seq1f1b-zb", "balanced", "gpipe")
