@@ -180,7 +180,7 @@ def _parquet_lengths(path: Path, what: str, column: str | None, tokenizer: str |
     try:
         name = choose_column(pyarrow.parquet.read_schema(path).names, column, what)
         values = pyarrow.parquet.read_table(path, columns=[name]).column(name)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise SeqloomError(f"{what}: not a readable Parquet file ({error}); write it again") from None
     place: Place = "row {}".format
     if values.null_count:

@@ -235,3 +235,13 @@ def test_a_million_lines_are_read_quickly(write):
 def test_json_lines_may_hold_line_separators(write):
     path = write("a.jsonl", json.dumps({"text": "a\u2028b"}, ensure_ascii=False) + "\n")
     assert read_lengths(path, tokenizer="bytes").tolist() == [5]
+
+
+def test_a_column_whose_name_is_no_text_is_refused(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "lengths.parquet"
+    table = pytest.importorskip("pyarrow").table({"length": [1, 2], "other": [3, 4]})
+    parquet.write_table(table, path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"other", b"oth\xfcr"))
+    with pytest.raises(SeqloomError, match="not a readable Parquet file"):
+        read_lengths(str(path))
